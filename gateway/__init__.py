@@ -1,0 +1,1 @@
+"""The websockets gateway: connections, access rules and HTTP pages in front of a pool."""

@@ -1,0 +1,1 @@
+"""Engine processes: start them, talk to them, watch them, route requests to them."""

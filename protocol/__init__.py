@@ -1,0 +1,1 @@
+"""Frames, options, errors, pipe messages and stream states: the rules of Headrace, without I/O."""
