@@ -1,8 +1,7 @@
 """Messages between the gateway's process and an engine process, one JSON array each: `[tag, fields]`.
 
-Down: `Submit`, `Cancel`, `Stop`. Up: `Loading`, then `Ready` or `LoadFailed`, then a `Step` after every engine
-step in which anything happened. The events inside a `Step` belong to requests; the pool passes them on unchanged.
-Both ends are the same installation, so there is no versioning; a message that does not decode is a bug.
+Down: `Submit`, `Cancel`, `Stop`. Up: `Loading`, then `Ready` or `LoadFailed`, then a `Step` after every
+engine step in which anything happened. The events in a `Step` belong to requests; the pool passes them on. Both ends are the same installation, so there is no versioning; a message that does not decode is a bug.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from .errors import ErrorBody
 from .frames import (
     FinishReason,
     Phase,
-    RequestFrame,
     RequestId,
     SpecPrefillAbility,
     SpecPrefillReport,
@@ -89,7 +87,10 @@ Event = Progress | Delta | End
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Start a request. `options` are resolved; `tenant` separates prompt caches; `queue_ms` is the wait so far."""
+    """Start a request. `options` are resolved; `tenant` separates prompt caches; `queue_ms` was spent waiting.
+
+    `max_tokens_is_default`: the client named no limit, so the engine may lower it to what the context holds.
+    """
 
     TAG: ClassVar = "submit"
     rid: RequestId
@@ -97,11 +98,7 @@ class Submit:
     options: GenerationOptions
     tenant: str
     queue_ms: float
-
-    @classmethod
-    def of(cls, rid: RequestId, frame: RequestFrame, *, tenant: str, queue_ms: float) -> "Submit":
-        """Return the message that starts a frame's request."""
-        return cls(rid, frame.input, frame.options, tenant, queue_ms)
+    max_tokens_is_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +221,7 @@ def encode_command(command: Command) -> bytes:
                 "options": command.options.model_dump(),
                 "tenant": command.tenant,
                 "queue_ms": command.queue_ms,
+                "max_tokens_is_default": command.max_tokens_is_default,
             }
         case Cancel():
             fields = {"rid": command.rid, "reason": command.reason}
@@ -244,6 +242,7 @@ def decode_command(data: bytes) -> Command:
                 GenerationOptions.model_validate(fields["options"]),
                 fields["tenant"],
                 fields["queue_ms"],
+                fields["max_tokens_is_default"],
             )
         case Cancel.TAG:
             return Cancel(**fields)
