@@ -1,7 +1,8 @@
 """Messages between the gateway's process and an engine process, one JSON array each: `[tag, fields]`.
 
 Down: `Submit`, `Cancel`, `Stop`. Up: `Loading`, then `Ready` or `LoadFailed`, then a `Step` after every
-engine step in which anything happened. The events in a `Step` belong to requests; the pool passes them on. Both ends are the same installation, so there is no versioning; a message that does not decode is a bug.
+engine step in which anything happened. The events in a `Step` belong to requests; the pool passes them on.
+Both ends are the same installation, so there is no versioning; a message that does not decode is a bug.
 """
 
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ Event = Progress | Delta | End
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Start a request. `options` are resolved; `tenant` separates prompt caches; `queue_ms` was spent waiting.
+    """Start a request. `options` are resolved; `tenant` separates prompt caches; `queue_ms` was its wait.
 
     `max_tokens_is_default`: the client named no limit, so the engine may lower it to what the context holds.
     """
