@@ -105,7 +105,7 @@ class SparsePrefill:
         self._own_scorer = plan.scorer.model is target
         self._reader: PromptReader | None = None
         self._selection: Selection | None = None
-        self._fill: _Fill | None = None
+        self._fill: KeptFill | None = None
         self.cache: list[Any] = []
         if plan.rule.keep_pct == 1 and plan.coverage is None:
             self._choose(np.zeros(self._num_new, dtype=np.float32))
@@ -208,10 +208,10 @@ class SparsePrefill:
             self._fill = self._carry_on(self._reader, tokens, kept)
         else:
             cache = [working_copy(entry) for entry in self._given]
-            self._fill = _Fill(self._target, tokens, kept + self._num_cached, cache)
+            self._fill = KeptFill(self._target, tokens, kept + self._num_cached, cache)
         self.cache = self._fill.cache
 
-    def _carry_on(self, reader: PromptReader, tokens: Any, kept: Any) -> _Fill:
+    def _carry_on(self, reader: PromptReader, tokens: Any, kept: Any) -> KeptFill:
         split, index = reader.last_layer, mx.array(kept, dtype=mx.int32)
         num_tokens = self._num_cached + len(kept)
         lower = [thinned(entry, index, self._num_new, num_tokens) for entry in reader.cache[:split]]
@@ -220,11 +220,15 @@ class SparsePrefill:
         reader.hidden.clear()
         cache = lower + [working_copy(entry) for entry in self._given[split:]]
         share = (len(cache) - split) / len(cache)
-        return _Fill(self._target, tokens, kept + self._num_cached, cache, split, hidden, share)
+        return KeptFill(self._target, tokens, kept + self._num_cached, cache, split, hidden, share)
 
 
-class _Fill:
-    """Runs the kept tokens through the target (from layer ``split`` on, entered by ``hidden``), in steps."""
+class KeptFill:
+    """Runs the kept tokens through the target at their positions, in steps, into ``cache``.
+
+    ``tokens`` and ``positions``: int arrays (n,). With ``hidden`` (1, n, hidden size): only the layers from
+    ``split`` on, which it enters; ``cost_share`` is the share of the layers that are.
+    """
 
     def __init__(
         self,
