@@ -34,7 +34,7 @@ from .frames import (
 )
 from .messages import CancelReason, Delta, End, Event, Progress
 from .options import GenerationOptions
-from .stream import Stream, StreamState
+from .stream import Stream, StreamState, end_without_engine
 
 
 class SessionState(Enum):
@@ -137,9 +137,9 @@ class Session:
 
     @property
     def buffered_bytes(self) -> int:
-        """About how much memory waits for the socket: frames, and text at up to 4 bytes a character."""
+        """About how much waits for the socket, in bytes: frames, and tokens that no frame holds yet."""
         takers = (item for item in self._outgoing if isinstance(item, _Taker) and item.kind is Delta)
-        return self._outgoing_bytes + 4 * sum(taker.stream.pending_chars for taker in takers)
+        return self._outgoing_bytes + sum(taker.stream.pending_bytes for taker in takers)
 
     # --- from the client ---
 
@@ -295,6 +295,20 @@ class Session:
             if stream.state is not StreamState.CANCELLING:
                 stream.cancel()
         return [CancelRequest(rid, reason) for rid in self._streams]
+
+    def end_all(self, reason: CancelReason) -> None:
+        """End every running request here and now: its engine has not let go of it in time."""
+        for rid, stream in list(self._streams.items()):
+            self.deliver(
+                end_without_engine(
+                    rid,
+                    stream.options,
+                    status="cancelled",
+                    reason=reason,
+                    error=None,
+                    completion_tokens=stream.num_tokens,
+                )
+            )
 
     def lost(self, reason: CancelReason = "connection_lost") -> list[CancelRequest]:
         """Note that nothing can be sent any more; return a cancel for every running request."""

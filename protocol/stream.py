@@ -90,6 +90,7 @@ class Stream:
         self._state = StreamState.WAITING
         self._seq = 0
         self._pending: Delta | None = None
+        self._pending_bytes = 0
         self._pending_progress: Progress | None = None
 
     @property
@@ -119,6 +120,7 @@ class Stream:
         """Take a delta; return whether a frame for it must be scheduled (no: one is, or none is wanted)."""
         self._apply(StreamEvent.DELTA)
         self.num_tokens += event.n
+        self._pending_bytes += _size_bytes(event)
         if self._pending is None:
             self._pending = event
             return self.options.stream
@@ -128,11 +130,9 @@ class Stream:
     # --- frames out ---
 
     @property
-    def pending_chars(self) -> int:
-        """Characters of text that wait for the socket."""
-        if self._pending is None:
-            return 0
-        return len(self._pending.text) + len(self._pending.reasoning)
+    def pending_bytes(self) -> int:
+        """About how many bytes the frame of the waiting tokens will have; 0 if none wait."""
+        return self._pending_bytes
 
     def accepted(self, queue_position: int) -> AcceptedFrame:
         """Return the request's first frame."""
@@ -160,7 +160,7 @@ class Stream:
 
     def take_delta(self) -> DeltaFrame | None:
         """Return all tokens that wait as one frame with the next sequence number, or None."""
-        delta, self._pending = self._pending, None
+        delta, self._pending, self._pending_bytes = self._pending, None, 0
         if delta is None:
             return None
         frame: DeltaFrame = {
@@ -212,6 +212,13 @@ class Stream:
                 frame["logprobs"] = whole.logprobs
         frame["seq"] = self._next_seq()
         return frame
+
+
+def _size_bytes(event: Delta) -> int:
+    """Return about how many bytes a delta adds to a frame: too many rather than too few."""
+    size_bytes = 4 * (len(event.text) + len(event.reasoning))
+    size_bytes += sum(4 * len(call["function"]["arguments"]) + 100 for call in event.tool_calls)
+    return size_bytes + sum(80 * (1 + len(logprob["top_logprobs"])) for logprob in event.logprobs)
 
 
 def _message(whole: Delta) -> AssistantMessage:
