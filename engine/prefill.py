@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 
 
 class Prefill(Protocol):
@@ -50,9 +50,9 @@ class DensePrefill:
 
     phase: Literal["prefill"] = "prefill"
 
-    def __init__(self, model: nn.Module, tokens: Sequence[int], cache: list[Any]) -> None:
+    def __init__(self, model: Module, tokens: Sequence[int], cache: list[Any]) -> None:
         self._model = model
-        self._tokens = tokens
+        self._tokens = list(tokens)
         self.cache = cache
         self.processed = 0
         self.total = len(tokens)
@@ -81,7 +81,7 @@ class ChunkSizer:
     GRAIN = 8
     """Chunks are multiples of this many tokens, so that few shapes occur."""
     RELAXED = 2.5
-    """With nobody else's tokens to wait for it, a chunk may take this many times as long: bigger is cheaper."""
+    """While nobody else waits, a chunk may take this many times as long: bigger is cheaper."""
 
     def __init__(self, target_s: float, *, minimum: int, maximum: int, tokens_per_s: float) -> None:
         self._target_s = target_s
@@ -117,8 +117,8 @@ class Turn:
 def choose(turns: Sequence[Turn], tokens_per_s: float) -> int:
     """Return the index of the prompt whose chunk comes next.
 
-    The shortest remaining time comes first, less the time already waited: a short prompt overtakes a long one,
-    and a long one is overtaken for no longer than it would take alone.
+    The shortest remaining time comes first, less the time already waited: a short prompt overtakes a long
+    one, and a long one is overtaken for no longer than it would take alone.
     """
     return min(
         range(len(turns)), key=lambda i: turns[i].tokens_left / max(tokens_per_s, 1e-9) - turns[i].waited_s

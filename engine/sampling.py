@@ -2,8 +2,8 @@
 
 mlx-lm filters the distribution; the draw itself is ours, because its generator is global: two requests in
 one batch would draw from one stream of random numbers. Here the key of token `i` is a function of the
-request's seed and of `i` alone (a counter-based generator), so that the text does not depend on who else is in
-the batch.
+request's seed and of `i` alone (a counter-based generator), so that the text does not depend on who else is
+in the batch.
 """
 
 from collections.abc import Callable

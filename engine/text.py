@@ -126,6 +126,12 @@ class Piece:
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
+    def __iadd__(self, later: "Piece") -> "Piece":
+        self.text += later.text
+        self.reasoning += later.reasoning
+        self.tool_calls += later.tool_calls
+        return self
+
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls)
 

@@ -1,0 +1,385 @@
+"""The engine: continuous batching over one MLX model. One step is a page: `MlxEngine.step`.
+
+A request waits, is prefilled, decodes, and leaves with one `End`, from wherever it is. Prompts are read here,
+a chunk between two decode steps (`prefill`); tokens come from mlx-lm's `BatchGenerator`, which gets a request
+with its cache complete and one token left to read.
+"""
+
+import time
+from collections import deque
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..protocol.errors import ErrorCode, RequestError
+from ..protocol.frames import FinishReason, RequestId, TokenLogprob, TopLogprob
+from ..protocol.messages import CancelReason, End, EngineInfo, EngineStats, Event, Loading, Submit
+from ..protocol.options import ChatInput
+from ..protocol.stream import cancelled_error, end_without_engine, specprefill_not_run
+from .config import EngineConfig
+from .interface import EngineLoadError, OnLoading
+from .loader import LoadedModel, LoadProgress, ModelLoadError, load_model
+from .prefill import ChunkSizer, DensePrefill, Turn, choose
+from .prompt import build_prompt
+from .prompt_cache import PromptCache
+from .request import Request
+from .sampling import make_processors, make_sampler
+from .text import PRIMING_TOKENS, Answer, AnswerFormat, Detokenizer, Piece
+
+WARM_UP_TOKENS = 32
+
+
+class MlxEngine:
+    """Continuous batching over one MLX model; see `interface.Engine` for the contract.
+
+    Build it with `load`, and use it on the thread that loaded it: MLX arrays belong to a thread's stream.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, load_s: float) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._model = loaded.model
+        self._tokenizer = loaded.tokenizer
+        self._format = AnswerFormat(loaded.tokenizer)
+        self._batch = BatchGenerator(
+            self._model,
+            stop_tokens=[(token,) for token in sorted(self._tokenizer.eos_token_ids)],
+            completion_batch_size=config.max_batch_size,
+            prefill_batch_size=1,
+        )
+        self._prompt_cache = PromptCache(config.prompt_cache_entries, config.prompt_cache_bytes)
+        self._waiting: deque[tuple[Submit, float]] = deque()
+        self._prefilling: list[Request] = []
+        self._decoding: dict[int, Request] = {}
+        self._cancels: dict[RequestId, CancelReason] = {}
+        self._prefill_tokens_total = 0
+        self._cached_tokens_total = 0
+        self._completion_tokens_total = 0
+        self._steps_total = 0
+        tokens_per_s = self._warm_up()
+        self._sizers = {
+            phase: ChunkSizer(
+                config.chunk_target_ms / 1e3,
+                minimum=config.min_chunk_tokens,
+                maximum=config.max_chunk_tokens,
+                tokens_per_s=tokens_per_s,
+            )
+            for phase in ("score", "prefill")
+        }
+        self._info = EngineInfo(
+            model=config.name,
+            context_length=loaded.context_length,
+            vocab_size=loaded.vocab_size,
+            chat=bool(self._tokenizer.has_chat_template),
+            specprefill={"supported": False, "reason": "disabled", "draft": None},
+            device=str(mx.default_device().type).rsplit(".", 1)[-1],
+            dtype=str(loaded.dtype).rsplit(".", 1)[-1],
+            num_parameters=loaded.num_parameters,
+            weight_bytes=loaded.weight_bytes,
+            load_s=load_s,
+        )
+
+    @classmethod
+    def load(cls, config: EngineConfig, on_loading: OnLoading) -> "MlxEngine":
+        """Load the model and return the engine.
+
+        Raises:
+            EngineLoadError: the model cannot be loaded; the message says what to do.
+        """
+        began_s = time.monotonic()
+
+        def report(progress: LoadProgress) -> None:
+            on_loading(Loading(progress.stage, progress.done, progress.total, progress.unit))
+
+        try:
+            loaded = load_model(config.model, dequantize=config.dequantize, on_progress=report)
+        except ModelLoadError as error:
+            raise EngineLoadError(str(error)) from error
+        on_loading(Loading("warm up", 0, None, "tokens"))
+        return cls(config, loaded, time.monotonic() - began_s)
+
+    def _warm_up(self) -> float:
+        """Run the model once, so that no request pays for it; return its prefill speed in tokens/s."""
+        began_s = 0.0
+        with mx.stream(self._batch.stream):
+            for _ in range(2):
+                began_s = time.monotonic()
+                DensePrefill(self._model, [0] * WARM_UP_TOKENS, make_prompt_cache(self._model)).step(
+                    WARM_UP_TOKENS
+                )
+        return WARM_UP_TOKENS / (time.monotonic() - began_s)
+
+    # --- the interface ---
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts about the loaded model."""
+        return self._info
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._waiting or self._prefilling or self._decoding)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Gauges and counters as they stand now."""
+        scoring = sum(request.prefill.phase == "score" for request in self._prefilling)
+        return EngineStats(
+            waiting=len(self._waiting),
+            scoring=scoring,
+            prefilling=len(self._prefilling) - scoring,
+            decoding=len(self._decoding),
+            prompt_cache_entries=self._prompt_cache.num_entries,
+            prompt_cache_bytes=self._prompt_cache.nbytes,
+            memory_bytes=mx.get_active_memory() + mx.get_cache_memory(),
+            prefill_tokens_total=self._prefill_tokens_total,
+            cached_tokens_total=self._cached_tokens_total,
+            completion_tokens_total=self._completion_tokens_total,
+            steps_total=self._steps_total,
+        )
+
+    def submit(self, message: Submit) -> None:
+        """Take a request."""
+        self._waiting.append((message, time.monotonic()))
+
+    def cancel(self, rid: RequestId, reason: CancelReason) -> None:
+        """Let a request go at the next step."""
+        self._cancels[rid] = reason
+
+    def step(self) -> list[Event]:
+        """Let cancelled requests go, admit new ones, decode a token for each, read a chunk of one prompt."""
+        events: list[Event] = []
+        self._apply_cancels(events)
+        self._admit(events)
+        if self._decoding:
+            self._decode(events)
+        if self._prefilling:
+            self._prefill_chunk(events)
+        self._report_progress(events)
+        self._steps_total += 1
+        return events
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._batch.close()
+
+    # --- cancelling ---
+
+    def _apply_cancels(self, events: list[Event]) -> None:
+        cancels, self._cancels = self._cancels, {}
+        if not cancels:
+            return
+        for message, arrived_s in [entry for entry in self._waiting if entry[0].rid in cancels]:
+            self._waiting.remove((message, arrived_s))
+            events.append(self._end_unadmitted(message, arrived_s, cancels[message.rid]))
+        for request in [r for r in self._prefilling if r.rid in cancels]:
+            self._prefilling.remove(request)
+            self._keep_half_read(request)
+            events.append(request.end("cancelled", reason=cancels[request.rid]))
+        for request in [r for r in self._decoding.values() if r.rid in cancels]:
+            self._release_decoding(request)
+            events.append(request.end("cancelled", reason=cancels[request.rid]))
+
+    def _keep_half_read(self, request: Request) -> None:
+        """Keep what was read of a cancelled prompt: clients that cancel often ask again."""
+        if isinstance(request.prefill, DensePrefill):
+            num_read = request.num_cached + request.prefill.processed
+            self._store(request, request.prompt.tokens[:num_read], request.prefill.cache)
+
+    def _end_unadmitted(self, message: Submit, arrived_s: float, why: CancelReason | RequestError) -> End:
+        """Return the end of a request that was cancelled in line, or cannot be served at all."""
+        return end_without_engine(
+            message.rid,
+            message.options,
+            status="failed" if isinstance(why, RequestError) else "cancelled",
+            reason=why.code.value if isinstance(why, RequestError) else why,
+            error=why.body() if isinstance(why, RequestError) else cancelled_error(why),
+            queue_ms=message.queue_ms + (time.monotonic() - arrived_s) * 1e3,
+        )
+
+    # --- admission ---
+
+    def _admit(self, events: list[Event]) -> None:
+        while (
+            self._waiting
+            and len(self._prefilling) < self._config.max_prefills
+            and len(self._prefilling) + len(self._decoding) < self._config.max_batch_size
+        ):
+            message, arrived_s = self._waiting.popleft()
+            try:
+                request = self._prepare(message, arrived_s)
+            except RequestError as error:
+                events.append(self._end_unadmitted(message, arrived_s, error))
+                continue
+            self._prefilling.append(request)
+            if message.options.echo:
+                events += request.emit(Piece(request.prompt.text), [], 0)
+
+    def _prepare(self, message: Submit, arrived_s: float) -> Request:
+        """Return a request that is ready to be prefilled, or raise what is wrong with it."""
+        options = message.options
+        prompt = build_prompt(self._tokenizer, message.input, self._loaded.vocab_size)
+        max_tokens = self._token_limit(message, len(prompt.tokens))
+        processors = make_processors(options, self._loaded.vocab_size)
+        cache, num_cached = None, 0
+        if options.cache_prompt:
+            cache, num_cached = self._prompt_cache.fetch(message.tenant, prompt.tokens)
+        if cache is None:
+            cache = make_prompt_cache(self._model)
+        self._cached_tokens_total += num_cached
+        now = time.monotonic()
+        return Request(
+            message=message,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampler=make_sampler(options, self._loaded.vocab_size),
+            processors=processors,
+            answer=Answer(
+                Detokenizer(self._tokenizer, prompt.tokens[-PRIMING_TOKENS:]),
+                self._format,
+                stops=options.stop,
+                starts_in=prompt.starts_in,
+                tools=prompt.tools,
+                call_id_prefix=f"call_{message.rid}_",
+            ),
+            prefill=DensePrefill(self._model, prompt.tokens[num_cached:-1], cache),
+            num_cached=num_cached,
+            specprefill=specprefill_not_run(options, "disabled", len(prompt.tokens)),
+            arrived_s=arrived_s,
+            admitted_s=now,
+            phase_began_s=now,
+        )
+
+    def _token_limit(self, message: Submit, num_prompt: int) -> int:
+        """Return how many tokens a request may generate.
+
+        Raises:
+            RequestError: the prompt, or the prompt and the limit asked for, do not fit the context.
+        """
+        context = self._loaded.context_length
+        limit = message.options.max_tokens or context
+        room = context - num_prompt
+        if room < 1 or (limit > room and not message.max_tokens_is_default):
+            field_name = "messages" if isinstance(message.input, ChatInput) else "prompt"
+            raise RequestError(
+                ErrorCode.CONTEXT_TOO_LONG,
+                f"{num_prompt} prompt tokens and max_tokens {limit} do not fit a context of {context} tokens",
+                param=field_name if room < 1 else "max_tokens",
+            )
+        return min(limit, room)
+
+    # --- reading prompts ---
+
+    def _prefill_chunk(self, events: list[Event]) -> None:
+        """Read one chunk of the prompt whose turn it is; one that is complete joins the batch."""
+        now = time.monotonic()
+        turns = [
+            Turn(request.prefill.total - request.prefill.processed, now - request.arrived_s)
+            for request in self._prefilling
+        ]
+        request = self._prefilling[choose(turns, self._sizers["prefill"].tokens_per_s)]
+        prefill = request.prefill
+        if not prefill.done:
+            phase = prefill.phase
+            sizer = self._sizers[phase]
+            before = prefill.processed
+            size = sizer.num_tokens(others_wait=bool(self._decoding) or len(self._prefilling) > 1)
+            # The decode step under way is not part of the chunk's time.
+            mx.synchronize(self._batch.stream)
+            began_s = time.monotonic()
+            with mx.stream(self._batch.stream):
+                prefill.step(size)
+            ended_s = time.monotonic()
+            num_read = prefill.processed - before if prefill.phase == phase else size
+            sizer.record(num_read, ended_s - began_s)
+            self._prefill_tokens_total += num_read
+            if prefill.phase != phase or prefill.done:
+                request.phase_ms[phase] = (ended_s - request.phase_began_s) * 1e3
+                request.phase_began_s = ended_s
+        if prefill.done:
+            self._prefilling.remove(request)
+            self._start_decoding(request)
+            mx.clear_cache()
+
+    def _start_decoding(self, request: Request) -> None:
+        [uid] = self._batch.insert(
+            prompts=[request.prompt.tokens[-1:]],
+            max_tokens=[request.max_tokens],
+            caches=[request.prefill.cache],
+            all_tokens=[request.prompt.tokens[:-1]],
+            samplers=[request.sampler],
+            logits_processors=[request.processors],
+        )
+        request.uid = uid
+        self._decoding[uid] = request
+
+    def _report_progress(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        for request in self._prefilling:
+            if now - request.last_progress_s >= self._config.progress_interval_s:
+                request.last_progress_s = now
+                events.append(request.progress())
+
+    # --- decoding ---
+
+    def _decode(self, events: list[Event]) -> None:
+        """Run one step of the batch and hand out its tokens."""
+        _, responses = self._batch.next()
+        now = time.monotonic()
+        for response in responses:
+            request = self._decoding.get(response.uid)
+            if request is None:
+                continue
+            if request.first_token_s is None:
+                request.first_token_s = now
+            self._completion_tokens_total += 1
+            is_end_token = response.finish_reason == "stop"
+            piece = Piece() if is_end_token else request.answer.push(response.token)
+            logprobs = self._logprobs(request, response)
+            finish: FinishReason | None = response.finish_reason
+            if finish is None and request.answer.stopped:
+                finish = "stop"
+            if finish is None:
+                events += request.emit(piece, logprobs, 1)
+                continue
+            piece += request.answer.finish()
+            events += request.emit(piece, logprobs, 1, last=True)
+            if response.finish_reason is None:
+                self._release_decoding(request)
+            else:
+                del self._decoding[request.uid]
+                self._store(request, response.all_tokens, response.prompt_cache)
+            if finish == "stop" and request.answer.num_tool_calls:
+                finish = "tool_calls"
+            events.append(request.end("completed", finish=finish))
+
+    def _release_decoding(self, request: Request) -> None:
+        """Take a request out of the batch before the batch would let it go."""
+        del self._decoding[request.uid]
+        caches = self._batch.remove([request.uid], return_prompt_caches=request.may_store)
+        if request.uid in caches:
+            cache, tokens = caches[request.uid]
+            self._store(request, tokens, cache)
+
+    def _store(self, request: Request, tokens: list[int], cache: list[Any]) -> None:
+        if request.may_store:
+            self._prompt_cache.store(request.message.tenant, tokens, cache)
+
+    def _logprobs(self, request: Request, response: Any) -> list[TokenLogprob]:
+        """Return a token's log probability and the likeliest alternatives, after penalties and biases."""
+        options = request.message.options
+        if not options.logprobs:
+            return []
+        logprobs, ids = response.logprobs, [response.token]
+        if options.top_logprobs:
+            top = mx.argpartition(-logprobs, kth=options.top_logprobs - 1)[: options.top_logprobs]
+            ids += cast(list[int], top[mx.argsort(-logprobs[top])].tolist())
+        values = cast(list[float], logprobs[mx.array(ids)].tolist())
+        chosen, *top_logprobs = [
+            TopLogprob(token=self._tokenizer.decode([token]), token_id=token, logprob=value)
+            for token, value in zip(ids, values, strict=True)
+        ]
+        return [{**chosen, "top_logprobs": top_logprobs}]
