@@ -31,13 +31,55 @@ _WHY = (
     "and nobody asked for a reason",
     "as the bells began to ring",
 )
-QUESTION = "What is the pass key? Answer with the number only."
+_WORDS = (
+    "saffron",
+    "walnut",
+    "copper",
+    "lantern",
+    "basket",
+    "velvet",
+    "barrel",
+    "cinnamon",
+    "anchor",
+    "violin",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """``fact`` and ``question`` about it; ``{key}`` in the fact is what a right answer contains."""
+
+    task: str
+    fact: str
+    question: str
+    digits: bool = False
+
+
+PASS_KEY = Needle(
+    "There is a pass key hidden in the text below. Find it and remember it.",
+    "The pass key is {key}. Remember it: {key} is the pass key.",
+    "What is the pass key? Answer with the number only.",
+    digits=True,
+)
+NEEDLES = (
+    PASS_KEY,
+    Needle(
+        "Read the text below. You will be asked one question about it.",
+        "The secret ingredient of the soup is {key}, the cook said.",
+        "Which secret ingredient did the cook put into the soup?",
+    ),
+    Needle(
+        "Read this report.",
+        "Before he left, the captain hid his map under the {key} on the lower deck.",
+        "Where is the map that the captain left behind?",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PasskeyPrompt:
     """``tokens``: the prompt, chat template applied where there is one. ``needle``: the half-open range of
-    the tokens that name the key. ``key``: the digits a right answer contains.
+    the tokens that name the key. ``key``: what a right answer contains.
     """
 
     tokens: list[int]
@@ -45,21 +87,23 @@ class PasskeyPrompt:
     key: str
 
 
-def passkey_prompt(tokenizer: Any, *, num_tokens: int, depth: float, seed: int) -> PasskeyPrompt:
+def passkey_prompt(
+    tokenizer: Any, *, num_tokens: int, depth: float, seed: int, needle: Needle = PASS_KEY
+) -> PasskeyPrompt:
     """Make a prompt of about ``num_tokens`` with its needle at ``depth`` (0: start of the text, 1: end).
 
     The same arguments give the same prompt. ``tokenizer`` is mlx-lm's wrapper or a transformers tokenizer.
     """
     random_source = random.Random(seed)
-    key = str(random_source.randrange(10_000, 100_000))
-    needle = encode(tokenizer, f" The pass key is {key}. Remember it: {key} is the pass key.")
-    head, tail = _frame(tokenizer)
-    room = max(0, num_tokens - len(head) - len(tail) - len(needle))
+    number = str(random_source.randrange(10_000, 100_000))
+    key = number if needle.digits else random_source.choice(_WORDS)
+    fact = encode(tokenizer, " " + needle.fact.format(key=key))
+    head, tail = chat_frame(tokenizer, f"{needle.task}\n", f"\n{needle.question}")
+    room = max(0, num_tokens - len(head) - len(tail) - len(fact))
     before = _filler(tokenizer, random_source, round(depth * room))
     after = _filler(tokenizer, random_source, room - len(before))
     start = len(head) + len(before)
-    tokens = head + before + needle + after + tail
-    return PasskeyPrompt(tokens, (start, start + len(needle)), key)
+    return PasskeyPrompt(head + before + fact + after + tail, (start, start + len(fact)), key)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -85,11 +129,6 @@ def chat_frame(tokenizer: Any, before: str, after: str) -> tuple[list[int], list
     rendered = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     head, tail = rendered.split(_MARK)
     return encode(tokenizer, head), encode(tokenizer, tail)
-
-
-def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    task = "There is a pass key hidden in the text below. Find it and remember it.\n"
-    return chat_frame(tokenizer, task, f"\n{QUESTION}")
 
 
 def _filler(tokenizer: Any, random_source: random.Random, num_tokens: int) -> list[int]:

@@ -31,7 +31,7 @@ from .selection import Scores, smooth
 from .sparse_cache import arrays_of, is_attention, reading_copy
 
 DEFAULT_NUM_QUERIES = 16
-DEFAULT_POOL_TOKENS = 7
+DEFAULT_POOL_TOKENS = 9
 DEFAULT_BAND = (0.4, 0.55)
 MAX_SOFTMAX_ELEMENTS = 1 << 24
 """Most float32 elements of attention held at a time: 64 MiB."""
@@ -164,12 +164,9 @@ class PromptReader:
         }
 
     def scores(self) -> Scores:
-        """Return float32 (M,): maximum over heads and layers, mean over the queries; not smoothed."""
-        rows = list(self.layer_rows().values())
-        highest = rows[0]
-        for other in rows[1:]:
-            highest = mx.maximum(highest, other)
-        return np.array(highest.mean(axis=0), dtype=np.float32)
+        """Return float32 (M,): the maximum over queries, heads and layers; not smoothed."""
+        highest = mx.stack([rows.max(axis=0) for rows in self.layer_rows().values()]).max(axis=0)
+        return np.array(highest, dtype=np.float32)
 
     def _tap(self, layer: int) -> Callable[..., Any]:
         original = layer_list(self._model)[layer]
