@@ -2,8 +2,8 @@
 
 mlx's CPU wheel for Linux is linked to the reference BLAS and calls ``cblas_sgemm`` for float32 products.
 A tuned library that is loaded before it (``LD_PRELOAD``) takes these calls over: 6 GFLOP/s become 208 on two
-cores. It must be in the environment when a process starts, so the pool sets it for its engine processes and for
-nothing else.
+cores. It must be in the environment when a process starts, so the pool sets it for its engine processes and
+for nothing else.
 
 No library is loaded here to look at it: that would start its threads in the gateway's process.
 """
@@ -25,7 +25,7 @@ _SYMBOL = b"\0cblas_sgemm\0"
 _LDCONFIG_TIMEOUT_S = 5
 
 # In the order of preference; the first that is found is taken. OpenBLAS with a thread per core (Debian, then
-# Fedora, then others), with OpenMP, MKL, and last OpenBLAS on one thread, still 8 times the reference BLAS.
+# Fedora, then others), with OpenMP, MKL, and last OpenBLAS on one thread, still 17 times the reference BLAS.
 _NAMES = (
     "openblas-pthread/libopenblas.so.0",
     "libopenblasp.so.0",
@@ -38,6 +38,8 @@ _NAMES = (
     "openblas-serial/libopenblas.so.0",
 )
 _TUNED = re.compile(r"openblas|mkl_rt|blis")
+_SEPARATORS = re.compile(r"[\s:]")
+"""Of LD_PRELOAD, which knows no way to quote them (ld.so(8))."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def find_tuned_blas(folders: Iterable[Path] | None = None) -> Path | None:
     """Return a shared library with a tuned ``cblas_sgemm`` for this machine, or None.
 
     Args:
-        folders: where to look. None: the folders of the system, of the Python environment and of MKL, and what
-            ``ldconfig`` knows.
+        folders: where to look. None: the folders of the system, of the Python environment and of MKL, and
+            what ``ldconfig`` knows.
     """
     places = list(_system_folders() if folders is None else folders)
     for name in _NAMES:
@@ -76,11 +78,12 @@ def engine_environment(preload: str | Path, base: Mapping[str, str]) -> dict[str
     ``OPENBLAS_NUM_THREADS``, ``OMP_NUM_THREADS`` and the like are left to the user.
 
     Args:
-        preload: ``"auto"``: a tuned BLAS if one is found and of use; ``"off"``: nothing; else the library's path.
-        base: the environment to which it will be added. A library in its ``LD_PRELOAD`` stays, and comes first.
+        preload: ``"auto"``: a tuned BLAS if one is found and of use; ``"off"``: nothing; else the path of
+            the library.
+        base: the environment to which it will be added. What its ``LD_PRELOAD`` names stays, and comes first.
 
     Raises:
-        ValueError: ``preload`` is a path, and there is no such file.
+        ValueError: ``preload`` is a path, and there is no such file or it can't be preloaded.
     """
     library = describe(preload, base).library
     if library is None:
@@ -93,7 +96,7 @@ def describe(preload: str | Path = "auto", base: Mapping[str, str] | None = None
     """Return which library ``engine_environment`` would add, and why.
 
     Raises:
-        ValueError: ``preload`` is a path, and there is no such file.
+        ValueError: ``preload`` is a path, and there is no such file or it can't be preloaded.
     """
     base = os.environ if base is None else base
     if str(preload) == "off":
@@ -102,6 +105,8 @@ def describe(preload: str | Path = "auto", base: Mapping[str, str] | None = None
         library = Path(preload).expanduser().absolute()
         if not library.is_file():
             raise ValueError(f"There is no BLAS library {str(preload)!r} to preload.")
+        if _SEPARATORS.search(str(library)):
+            raise ValueError(f"{str(library)!r} can't be preloaded: its path has a space or a colon in it.")
         return BlasFacts(library, "as configured")
     if sys.platform != "linux":
         return BlasFacts(None, "as mlx was built: it uses the system's own tuned library here")
@@ -159,6 +164,8 @@ def _serves(library: Path) -> bool:
 
     Builds with 64-bit integers call it ``cblas_sgemm64_`` and would not be called.
     """
+    if _SEPARATORS.search(str(library)):
+        return False
     try:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _machine(content[:20]) == _own_machine() and content.find(_SYMBOL) >= 0
