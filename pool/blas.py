@@ -50,6 +50,8 @@ class BlasFacts:
     """To be preloaded; None: nothing is."""
     reason: str
     """Why that one, or why none, and what could be done about it."""
+    missing: bool = False
+    """A tuned BLAS would help here, and none was found."""
 
     def __str__(self) -> str:
         return f"{self.library} ({self.reason})" if self.library else self.reason
@@ -120,6 +122,7 @@ def describe(preload: str | Path = "auto", base: Mapping[str, str] | None = None
             None,
             "mlx's reference BLAS, many times slower than a tuned one: install OpenBLAS "
             "(Debian: apt install libopenblas0-pthread)",
+            missing=True,
         )
     return BlasFacts(found, "a tuned BLAS found on this machine, preloaded into engine processes")
 
