@@ -1,4 +1,4 @@
-"""Tiny random mlx-lm models of many architectures, and the masked-dense oracle that SpecPrefill must equal."""
+"""Tiny random mlx-lm models of many architectures, and the masked-dense oracle SpecPrefill must equal."""
 
 from __future__ import annotations
 
