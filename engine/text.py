@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 PRIMING_TOKENS = 8
 """So many prompt tokens tell the decoder what stands before the answer (a leading space depends on it)."""
+MAX_CHARACTER_BYTES = 4
 MAX_HELD_TOKENS = 16
 """No character takes more tokens than this: what is held longer is broken output, and is shown as such."""
 
@@ -39,15 +40,15 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, prompt_tail: Sequence[int] = ()) -> None:
-        self._prompt_tail = list(prompt_tail)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend: Tokenizer | None = backend if isinstance(backend, Tokenizer) else None
-        self._held: list[int] = []
-        self._context: list[int] = list(prompt_tail)
         if self._backend is None:
             self._slow = tokenizer.detokenizer
-        else:
-            self._stream = DecodeStream(ids=list(prompt_tail), skip_special_tokens=False)
+            return
+        self._context, self._held = _split_open_character(self._backend, list(prompt_tail))
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
+        for token in self._held:
+            self._stream.step(self._backend, token)
 
     def push(self, token: int) -> str:
         """Return the text that is certain now; may be empty."""
@@ -76,6 +77,15 @@ class Detokenizer:
         self._stream = DecodeStream(ids=self._held, skip_special_tokens=False)
         self._context, self._held = self._held, []
         return whole[len(before) :]
+
+
+def _split_open_character(backend: Tokenizer, tokens: list[int]) -> tuple[list[int], list[int]]:
+    """Split a prompt's end where its last character, if incomplete, begins: the answer may complete it."""
+    for length in range(MAX_CHARACTER_BYTES):
+        whole = tokens[: len(tokens) - length]
+        if not backend.decode(whole, skip_special_tokens=False).endswith("\ufffd"):
+            return whole, tokens[len(whole) :]
+    return [], []
 
 
 class StopMatcher:
