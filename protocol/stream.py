@@ -7,9 +7,9 @@ An event that the table does not allow raises `IllegalTransition` and changes no
 from collections.abc import Mapping
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Any
+from typing import Any, assert_never
 
-from .errors import ErrorBody, IllegalTransition
+from .errors import ErrorBody, ErrorCode, HeadraceError, IllegalTransition
 from .frames import (
     AcceptedFrame,
     AssistantMessage,
@@ -24,7 +24,7 @@ from .frames import (
     ToolCallDelta,
     Usage,
 )
-from .messages import Delta, End, Progress
+from .messages import CancelReason, Delta, End, Progress
 from .options import GenerationOptions
 
 
@@ -237,6 +237,22 @@ def _without_index(call: ToolCallDelta) -> dict[str, Any]:
 
 
 # --- ends that no engine reported ---------------------------------------------------------------------------
+
+
+def cancelled_error(reason: CancelReason) -> ErrorBody | None:
+    """Return the error of a request that was cancelled, by the reason; None where the client wanted it so."""
+    match reason:
+        case "client" | "connection_lost":
+            return None
+        case "deadline":
+            code, message = ErrorCode.DEADLINE_EXCEEDED, "timeout_ms ran out before the request had ended"
+        case "shutdown":
+            code, message = ErrorCode.SHUTTING_DOWN, "the server stopped before the request had ended"
+        case "slow_consumer":
+            code, message = ErrorCode.SLOW_CONSUMER, "the client did not take what was sent to it"
+        case _:
+            assert_never(reason)
+    return HeadraceError(code, message).body()
 
 
 def specprefill_not_run(options: GenerationOptions, reason: str, prompt_tokens: int) -> SpecPrefillReport:
