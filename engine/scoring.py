@@ -51,6 +51,11 @@ class Scorer:
     pool_tokens: int = DEFAULT_POOL_TOKENS
 
     @property
+    def last_layer(self) -> int:
+        """The layer in which scoring stops, and which the carried hidden states enter."""
+        return max(self.layers)
+
+    @property
     def cost_share(self) -> float:
         """The share of the model's layers that scoring runs, about: that of a forward pass it costs."""
         return (max(self.layers) + 0.2) / len(layer_list(self.model))
