@@ -1,0 +1,409 @@
+"""Tests for engine/mlx_engine.py, with a tiny random model in this process, and with the default model."""
+
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from byte_tokenizer import byte_tokenizer
+from tiny_models import tiny_model
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.loader import LoadedModel
+from headrace.engine.mlx_engine import MlxEngine
+from headrace.protocol.frames import RequestId
+from headrace.protocol.messages import Delta, End, Progress, Submit
+from headrace.protocol.options import ChatInput, CompletionInput, GenerationOptions
+
+VOCABULARY = 261
+CONTEXT = 600
+END_TOKEN = 256
+NO_END = {str(token): -100.0 for token in range(END_TOKEN, VOCABULARY)}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return LoadedModel(
+        name="tiny",
+        path=Path(),
+        model=tiny_model("llama", vocab_size=VOCABULARY),
+        tokenizer=byte_tokenizer(),
+        config={},
+        context_length=CONTEXT,
+        vocab_size=VOCABULARY,
+        dtype=mx.float32,
+        num_parameters=1,
+        dequantized=False,
+        weight_bytes=1,
+    )
+
+
+@pytest.fixture
+def new_engine(loaded):
+    """Return a factory; chunks are 16 tokens long, so that a prompt of 60 has several."""
+
+    def build(**config) -> MlxEngine:
+        defaults = {"max_chunk_tokens": 16, "progress_interval_s": 0.0, "max_batch_size": 8}
+        return MlxEngine(EngineConfig(**(defaults | config)), loaded, 0.0)
+
+    return build
+
+
+def submit(engine, rid: str, prompt, tenant: str = "", default_limit: bool = False, **options) -> None:
+    fields = {"max_tokens": 12, "temperature": 0.0, "seed": 1, "logit_bias": NO_END} | options
+    request = (
+        ChatInput.model_validate({"messages": [{"role": "user", "content": prompt[0]}]})
+        if isinstance(prompt, tuple)
+        else CompletionInput(prompt=prompt)
+    )
+    options_ = GenerationOptions(**fields)
+    engine.submit(Submit(RequestId(rid), request, options_, tenant, 0.0, max_tokens_is_default=default_limit))
+
+
+def run(engine, events=None, until=lambda events: False) -> list:
+    """Step until nothing is left to do, or until a condition holds."""
+    events = [] if events is None else events
+    for _ in range(5000):
+        if not engine.busy or until(events):
+            return events
+        events += engine.step()
+    raise AssertionError("the engine never came to an end")
+
+
+def text(events, rid: str) -> str:
+    return "".join(e.text for e in events if isinstance(e, Delta) and e.rid == rid)
+
+
+def end(events, rid: str) -> End:
+    [found] = [e for e in events if isinstance(e, End) and e.rid == rid]
+    assert [e for e in events if e.rid == rid][-1] is found, "nothing comes after the end"
+    carried = sum(e.n for e in events if isinstance(e, Delta) and e.rid == rid)
+    assert found.usage["completion_tokens"] == carried
+    assert found.usage["total_tokens"] == found.usage["prompt_tokens"] + carried
+    return found
+
+
+def idle(engine) -> bool:
+    stats = engine.stats
+    return not engine.busy and stats.in_flight == 0
+
+
+# --- generating ---
+
+
+def test_greedy_tokens_are_those_of_a_plain_loop(new_engine, loaded):
+    """Prefill in chunks, cache and batch change nothing about the text."""
+    engine = new_engine()
+    prompt = list(range(1, 51))
+    submit(engine, "a", prompt)
+    events = run(engine)
+    tokens = list(prompt)
+    for _ in range(12):
+        logits = loaded.model(mx.array(tokens)[None])[0, -1]
+        tokens.append(mx.argmax(logits[:END_TOKEN]).item())
+    assert text(events, "a") == loaded.tokenizer.decode(tokens)[len(loaded.tokenizer.decode(prompt)) :]
+    assert end(events, "a").finish_reason == "length"
+    assert idle(engine)
+
+
+def test_the_same_text_alone_and_in_a_batch(new_engine):
+    """Greedy and seeded requests, with penalties and without, get the same tokens whoever is beside them."""
+    kinds = [
+        {},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 1.3, "seed": 6, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+        {"temperature": 0.7, "seed": 7, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.9, "seed": 8},
+    ]
+    alone = {}
+    for number, kind in enumerate(kinds):
+        engine = new_engine()
+        submit(engine, str(number), f"prompt {number} " * (number + 1), **kind)
+        alone[number] = text(run(engine), str(number))
+    engine = new_engine()
+    for number, kind in enumerate(kinds):
+        submit(engine, str(number), f"prompt {number} " * (number + 1), **kind)
+    together = run(engine)
+    assert {number: text(together, str(number)) for number in alone} == alone
+    assert len(set(alone.values())) == len(kinds)
+
+
+def test_another_seed_gives_another_text(new_engine):
+    """And the same seed the same one."""
+    engine = new_engine()
+    for rid, seed in (("a", 1), ("b", 2), ("c", 1)):
+        submit(engine, rid, "once upon", temperature=1.0, seed=seed)
+    events = run(engine)
+    assert text(events, "a") == text(events, "c") != text(events, "b")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_max_tokens_is_exact(new_engine, max_tokens):
+    """From 1 up."""
+    engine = new_engine()
+    submit(engine, "a", "hello", max_tokens=max_tokens)
+    last = end(run(engine), "a")
+    assert (last.usage["completion_tokens"], last.finish_reason) == (max_tokens, "length")
+
+
+def test_the_end_token_ends_the_answer_and_is_not_text(new_engine):
+    """It counts as a token."""
+    engine = new_engine()
+    submit(engine, "a", "hello", logit_bias={str(END_TOKEN): 100.0})
+    events = run(engine)
+    assert text(events, "a") == ""
+    assert end(events, "a").finish_reason == "stop"
+    assert end(events, "a").usage["completion_tokens"] == 1
+
+
+def test_a_stop_string_ends_the_answer(new_engine):
+    """Before it; the others in the batch go on."""
+    engine = new_engine()
+    submit(engine, "whole", "hello", max_tokens=30)
+    whole = text(run(engine), "whole")
+    stop = whole[10:12]
+    submit(engine, "stopped", "hello", max_tokens=30, stop=[stop])
+    submit(engine, "other", "hello", max_tokens=30)
+    events = run(engine)
+    assert text(events, "stopped") == whole[: whole.index(stop)]
+    assert end(events, "stopped").finish_reason == "stop"
+    assert text(events, "other") == whole
+    assert idle(engine)
+
+
+def test_echo_repeats_the_prompt_first(new_engine):
+    """In a delta that carries no tokens."""
+    engine = new_engine()
+    submit(engine, "a", "hello", echo=True, max_tokens=2)
+    events = run(engine)
+    first = next(e for e in events if isinstance(e, Delta))
+    assert (first.text, first.n) == ("hello", 0)
+    assert end(events, "a").usage["completion_tokens"] == 2
+
+
+def test_logprobs_belong_to_the_tokens(new_engine):
+    """One entry for each token, the chosen one first among its alternatives when greedy."""
+    engine = new_engine()
+    submit(engine, "a", "hello", logprobs=True, top_logprobs=3, max_tokens=6)
+    entries = [entry for e in run(engine) if isinstance(e, Delta) for entry in e.logprobs]
+    assert len(entries) == 6
+    for entry in entries:
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert values == sorted(values, reverse=True)
+        assert entry["top_logprobs"][0]["token_id"] == entry["token_id"]
+        assert entry["logprob"] == values[0] <= 0
+
+
+# --- refusing ---
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(new_engine):
+    """The error names them, and the field at fault."""
+    engine = new_engine()
+    submit(engine, "long", [1] * CONTEXT)
+    submit(engine, "limit", [1] * (CONTEXT - 10), max_tokens=11)
+    submit(engine, "fits", [1] * (CONTEXT - 10), max_tokens=10)
+    submit(engine, "default", [1] * (CONTEXT - 10), max_tokens=11, default_limit=True)
+    events = run(engine)
+    for rid, param in (("long", "prompt"), ("limit", "max_tokens")):
+        error = end(events, rid).error
+        assert (error["code"], error["param"]) == ("context_too_long", param)
+        assert str(CONTEXT) in error["message"]
+    assert end(events, "fits").usage["completion_tokens"] == 10
+    assert end(events, "default").usage["completion_tokens"] == 10
+
+
+def test_what_only_the_model_can_refuse_is_refused_by_name(new_engine):
+    """Others are served."""
+    engine = new_engine()
+    submit(engine, "token", [1, VOCABULARY])
+    submit(engine, "bias", "x", logit_bias={str(VOCABULARY): 1.0})
+    submit(engine, "fine", "x")
+    events = run(engine)
+    assert end(events, "token").error["param"] == "prompt[1]"
+    assert end(events, "bias").error["param"] == "logit_bias"
+    assert end(events, "fine").status == "completed"
+
+
+# --- cancelling ---
+
+
+def test_cancel_in_line_in_prefill_and_in_decode(new_engine):
+    """Nothing but the end comes after the step under way, and the neighbour's text is undisturbed."""
+    engine = new_engine(max_prefills=1)
+    submit(engine, "neighbour", "hello", max_tokens=60)
+    undisturbed = text(run(engine), "neighbour")
+
+    submit(engine, "neighbour", "hello", max_tokens=60)
+    submit(engine, "decoding", "hi", max_tokens=500)
+    events = run(engine, until=lambda ev: text(ev, "decoding") != "")
+    submit(engine, "reading", [7] * 300)
+    submit(engine, "waiting", [8] * 300)
+    run(engine, events, until=lambda ev: any(isinstance(e, Progress) and e.processed > 32 for e in ev))
+    for rid in ("decoding", "reading", "waiting"):
+        engine.cancel(RequestId(rid), "client")
+    after = engine.step()
+    for rid in ("decoding", "reading", "waiting"):
+        last = end(events + after, rid)
+        assert [e for e in after if e.rid == rid] == [last]
+        assert (last.status, last.reason, last.error) == ("cancelled", "client", None)
+    assert end(events + after, "decoding").usage["completion_tokens"] > 0
+    assert text(run(engine, events + after), "neighbour") == undisturbed
+    assert idle(engine)
+
+
+def test_a_cancelled_request_reads_no_further_chunk(new_engine):
+    """However long its prompt is."""
+    engine = new_engine()
+    submit(engine, "a", [7] * 500)
+    run(engine, until=lambda ev: any(isinstance(e, Progress) and e.processed >= 16 for e in ev))
+    engine.cancel(RequestId("a"), "connection_lost")
+    read = engine.stats.prefill_tokens_total
+    run(engine)
+    assert engine.stats.prefill_tokens_total == read < 500
+
+
+def test_the_reason_of_a_cancel_is_reported(new_engine):
+    """A deadline is an error that says so; a client's wish is none."""
+    engine = new_engine()
+    submit(engine, "a", [7] * 300)
+    engine.step()
+    engine.cancel(RequestId("a"), "deadline")
+    last = end(run(engine), "a")
+    assert (last.status, last.reason, last.error["code"]) == ("cancelled", "deadline", "deadline_exceeded")
+
+
+def test_random_requests_and_cancels_end_once_each_and_leave_nothing(new_engine):
+    """Whatever happens in which order."""
+    rng, engine, events = random.Random(2), new_engine(max_prefills=2, max_batch_size=4), []
+    alive: list[str] = []
+    for number in range(120):
+        rid = f"r{number}"
+        alive.append(rid)
+        temperature = rng.choice([0.0, 0.8])
+        submit(
+            engine, rid, [rng.randrange(256)] * rng.randrange(1, 120), max_tokens=rng.randrange(1, 20),
+            temperature=temperature,
+        )  # fmt: skip
+        for _ in range(rng.randrange(4)):
+            events += engine.step()
+        if rng.random() < 0.4:
+            engine.cancel(RequestId(rng.choice(alive)), "client")
+    run(engine, events)
+    for rid in alive:
+        end(events, rid)
+    assert idle(engine)
+    assert engine.cancel(RequestId("never"), "client") is None
+
+
+# --- prompts in chunks, and the prompt cache ---
+
+
+def test_others_get_a_token_between_any_two_chunks(new_engine):
+    """A long prompt never stops them for longer than one chunk."""
+    engine = new_engine()
+    submit(engine, "talker", "hello", max_tokens=200)
+    run(engine, until=lambda ev: text(ev, "talker") != "")
+    submit(engine, "long", [9] * 400)
+    engine.step()
+    while engine.stats.prefilling:
+        read = engine.stats.prefill_tokens_total
+        spoken = engine.stats.completion_tokens_total
+        engine.step()
+        assert engine.stats.prefill_tokens_total - read <= 16
+        assert engine.stats.completion_tokens_total == spoken + 1
+
+
+def test_progress_tells_how_far_a_prompt_is_read(new_engine):
+    """From the first chunk to the last, with the prompt's length."""
+    engine = new_engine()
+    submit(engine, "a", [7] * 101)
+    seen = [e for e in run(engine) if isinstance(e, Progress)]
+    assert [e.processed for e in seen] == sorted(e.processed for e in seen)
+    assert {(e.phase, e.total, e.prompt_tokens, e.cached) for e in seen} == {("prefill", 100, 101, 0)}
+    assert len(seen) >= 6
+
+
+def test_the_next_turn_reads_only_what_is_new(new_engine):
+    """And says so; its text is that of a fresh engine."""
+    engine = new_engine()
+    first = list(range(1, 100))
+    submit(engine, "one", first, max_tokens=10, logprobs=True)
+    answer = [entry["token_id"] for e in run(engine) if isinstance(e, Delta) for entry in e.logprobs]
+    second = [*first, *answer, 65, 66, 67]
+    submit(engine, "two", second)
+    events = run(engine)
+    assert end(events, "two").usage["cached_tokens"] >= len(first) + 9
+    fresh = new_engine()
+    submit(fresh, "two", second)
+    assert text(run(fresh), "two") == text(events, "two")
+    assert engine.stats.cached_tokens_total >= len(first)
+
+
+def test_a_request_can_stay_out_of_the_cache(new_engine):
+    """`cache_prompt: false` neither reads nor writes it."""
+    engine = new_engine()
+    prompt = list(range(1, 60))
+    submit(engine, "silent", prompt, cache_prompt=False)
+    run(engine)
+    assert engine.stats.prompt_cache_entries == 0
+    submit(engine, "writes", prompt)
+    run(engine)
+    submit(engine, "blind", prompt, cache_prompt=False)
+    assert end(run(engine), "blind").usage["cached_tokens"] == 0
+    submit(engine, "reads", prompt)
+    assert end(run(engine), "reads").usage["cached_tokens"] >= len(prompt) - 2
+
+
+def test_tenants_do_not_share_prompts(new_engine):
+    """Nobody can find out what another asked."""
+    engine = new_engine()
+    prompt = list(range(1, 60))
+    submit(engine, "a", prompt, tenant="alice")
+    run(engine)
+    submit(engine, "b", prompt, tenant="bob")
+    assert end(run(engine), "b").usage["cached_tokens"] == 0
+
+
+def test_a_cancelled_prompt_is_not_read_again(new_engine):
+    """A client that gave up and asks again finds the part that was read."""
+    engine = new_engine()
+    submit(engine, "a", [7] * 200)
+    run(engine, until=lambda ev: any(isinstance(e, Progress) and e.processed >= 64 for e in ev))
+    engine.cancel(RequestId("a"), "client")
+    run(engine)
+    submit(engine, "b", [7] * 200)
+    assert end(run(engine), "b").usage["cached_tokens"] >= 64
+
+
+def test_the_prompt_cache_keeps_to_its_bytes(new_engine):
+    """Different prompts by the dozen do not add up."""
+    bound = 200_000
+    engine = new_engine(prompt_cache_bytes=bound)
+    for number in range(30):
+        submit(engine, str(number), [number] * 100, max_tokens=2)
+        run(engine)
+        assert engine.stats.prompt_cache_bytes <= bound
+    assert engine.stats.prompt_cache_entries > 0
+
+
+# --- a real model ---
+
+
+@pytest.mark.model
+def test_the_default_model_answers_in_a_batch():
+    """Real text, alone and beside others, through the real chat template."""
+    engine = MlxEngine.load(EngineConfig(), lambda loading: None)
+    question = "What is the capital of France?"
+    submit(engine, "paris", (question,), logit_bias=None, max_tokens=24)
+    for number in range(3):
+        submit(
+            engine, f"other{number}", (f"Write about {number}",), logit_bias=None, max_tokens=16,
+            temperature=0.8, seed=number,
+        )  # fmt: skip
+    events = run(engine)
+    assert "Paris" in text(events, "paris")
+    assert end(events, "paris").finish_reason == "stop"
+    assert all(text(events, f"other{number}") for number in range(3))
+    assert engine.info.chat
