@@ -11,7 +11,9 @@ Messages are written for the client. No exception text of a library, no path and
 """
 
 from enum import IntEnum, StrEnum
-from typing import NotRequired, TypedDict
+from typing import NotRequired
+
+from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 
 class ErrorCode(StrEnum):

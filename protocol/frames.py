@@ -8,9 +8,10 @@ the way to the bytes.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NewType, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, NewType, NotRequired, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from .errors import ErrorBody, ErrorCode, FrameError
 from .options import OPTION_NAMES, ChatInput, CompletionInput, GenerationOptions

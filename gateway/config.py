@@ -1,0 +1,72 @@
+"""Configuration of the gateway: one frozen object, composed, read once at the top."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ListenConfig:
+    """Where the gateway listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 8765
+    """0: a free port that the system picks."""
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """Bounds of one connection."""
+
+    max_frame_bytes: int = 8 << 20
+    """A longer message from a client closes its connection with 1009."""
+    max_in_flight_per_connection: int = 256
+    """Requests of one connection that may run or wait at a time."""
+    max_bad_frames: int = 16
+    """Refused frames in a row after which the connection is closed with 4400."""
+    max_buffered_bytes: int = 8 << 20
+    """Unsent bytes past which a connection that does not read fast enough is dropped with 4508."""
+    write_buffer_bytes: int = 64 << 10
+    """Bytes handed to the system ahead of the client; past it deltas merge instead."""
+    max_unread_frames: int = 64
+    """Messages from a client that wait for the reader; past it the socket is not read."""
+
+
+@dataclass(frozen=True)
+class DeadlinesConfig:
+    """How long the gateway waits, for everything it waits for."""
+
+    open_timeout_s: float = 10.0
+    """For a connection's opening handshake."""
+    stall_timeout_s: float = 30.0
+    """Without a byte of progress while bytes wait; then the connection is aborted."""
+    ping_interval_s: float = 20.0
+    ping_timeout_s: float = 20.0
+    close_timeout_s: float = 2.0
+    """For the closing handshake of one connection, what is buffered included."""
+    drain_timeout_s: float = 30.0
+    """For running requests once the gateway is told to stop; then they are cancelled."""
+    cancel_timeout_s: float = 0.4
+    """For the engines to let cancelled requests go while the gateway stops."""
+    goodbye_timeout_s: float = 0.3
+    """For all closing handshakes together while the gateway stops."""
+
+
+@dataclass(frozen=True)
+class AccessConfig:
+    """Who may talk to the gateway. Hosts and origins: on top of the gateway's own; `*` allows any."""
+
+    allowed_origins: tuple[str, ...] = ()
+    """Such as `https://chat.example.org`, as a browser sends it in `Origin`."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that clients may use in `Host`, without a port."""
+    token: str | None = field(default=None, repr=False)
+    """The bearer token that clients must show; None: no token is asked for."""
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """The whole configuration of a gateway."""
+
+    listen: ListenConfig = field(default_factory=ListenConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)

@@ -1,0 +1,241 @@
+"""The gateway: listens, lets clients in, and stops within a known time.
+
+A request's way in: `_answer_http` (host, origin, path, token), then for the WebSocket `_serve`, which runs a
+`Connection` until it ends.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+from http import HTTPStatus
+from types import TracebackType
+from typing import Self
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+from websockets.typing import Subprotocol
+
+from ..pool import Pool
+from ..protocol.codec import encode
+from ..protocol.errors import CloseCode, ErrorCode, RequestError
+from ..protocol.frames import PROTOCOL, ErrorFrame, HelloFrame
+from .access import AccessRules
+from .config import GatewayConfig
+from .connection import Connection
+from .http import PAGES, STREAM_PATH, Facts, error_response, json_response
+from .sockets import GatewaySocket
+
+FEATURES = ("completion", "chat", "tools", "logprobs", "echo")
+"""Parts of the protocol that this server serves, for `hello`; `resume` and `credit` are still to come."""
+
+_log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """A listening gateway in front of a pool: ``async with Gateway(pool, config, …) as gateway``.
+
+    Leaving the block stops it gracefully, as `stop` says. The pool is the caller's and must outlive it.
+
+    Args:
+        pool: where requests go.
+        config: the gateway's configuration.
+        server_version: for `hello` and HTTP headers.
+        max_queue: the pool's, for `hello`.
+        max_tokens: what a request gets that names no `max_tokens`, for `hello`.
+    """
+
+    def __init__(
+        self, pool: Pool, config: GatewayConfig, *, server_version: str, max_queue: int, max_tokens: int
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._version = f"headrace/{server_version}"
+        self._max_queue = max_queue
+        self._max_tokens = max_tokens
+        self._access = AccessRules(config.access, config.listen)
+        self._epoch = secrets.token_hex(8)
+        self._connections: set[Connection] = set()
+        self._listener: Server | None = None
+        self._is_draining = False
+
+    # --- starting and stopping ---
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start to listen.
+
+        Raises:
+            OSError: the address is taken, or is none of this machine's.
+        """
+        limits, deadlines = self._config.limits, self._config.deadlines
+        # At its debug level websockets logs headers, and with them tokens.
+        logger = logging.getLogger(f"{__name__}.websockets")
+        logger.setLevel(logging.INFO)
+        self._listener = await serve(
+            self._serve,
+            self._config.listen.host,
+            self._config.listen.port,
+            select_subprotocol=_select_subprotocol,
+            compression=None,
+            process_request=self._answer_http,
+            server_header=self._version,
+            open_timeout=deadlines.open_timeout_s,
+            ping_interval=deadlines.ping_interval_s,
+            ping_timeout=deadlines.ping_timeout_s,
+            close_timeout=deadlines.close_timeout_s,
+            max_size=limits.max_frame_bytes,
+            max_queue=limits.max_unread_frames,
+            write_limit=limits.write_buffer_bytes,
+            logger=logger,
+            create_connection=GatewaySocket,
+        )
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        assert self._listener is not None, "start it first"
+        port: int = self._listener.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def url(self) -> str:
+        """The WebSocket's URL."""
+        host = self._config.listen.host
+        return f"ws://{f'[{host}]' if ':' in host else host}:{self.port}{STREAM_PATH}"
+
+    @property
+    def num_connections(self) -> int:
+        """WebSockets that are open."""
+        return len(self._connections)
+
+    async def stop(self) -> None:
+        """Stop: say so, let running requests end, cancel the rest, close. Never longer than configured.
+
+        Takes at most `drain_timeout_s` + `cancel_timeout_s` + `goodbye_timeout_s`. Every accepted request
+        gets its last frame. Calling it again does nothing.
+        """
+        if self._listener is None or self._is_draining:
+            return
+        self._is_draining = True
+        deadlines = self._config.deadlines
+        for connection in self._connections:
+            connection.goaway("shutdown", deadlines.drain_timeout_s)
+        if not await self._pool.drain(deadlines.drain_timeout_s):
+            for connection in self._connections:
+                connection.cancel_all("shutdown")
+            if not await self._pool.drain(deadlines.cancel_timeout_s):
+                for connection in self._connections:
+                    connection.end_all("shutdown")
+        for connection in self._connections:
+            connection.begin_close(CloseCode.RESTART, "the server stops")
+        self._listener.close(close_connections=False)
+        try:
+            async with asyncio.timeout(deadlines.goodbye_timeout_s):
+                await self._listener.wait_closed()
+        except TimeoutError:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop every connection and stop listening, at once."""
+        self._is_draining = True
+        for connection in self._connections:
+            connection.abort()
+        if self._listener is not None:
+            self._listener.close(close_connections=False)
+
+    # --- one client ---
+
+    def _answer_http(self, socket: ServerConnection, request: Request) -> Response | None:
+        """Return the response to a request that is no WebSocket of ours; None lets it in."""
+        if not self._access.allows_host(request.headers):
+            return error_response(HTTPStatus.FORBIDDEN, "forbidden_host", "this Host is not allowed here")
+        if not self._access.allows_origin(request.headers):
+            return error_response(HTTPStatus.FORBIDDEN, "forbidden_origin", "this Origin is not allowed here")
+        path = request.path.partition("?")[0]
+        if path == STREAM_PATH:
+            if self._is_draining:
+                return error_response(
+                    HTTPStatus.SERVICE_UNAVAILABLE, ErrorCode.SHUTTING_DOWN, "the server is about to stop"
+                )
+            return None
+        page = PAGES.get(path)
+        if page is None:
+            return error_response(HTTPStatus.NOT_FOUND, "not_found", "there is nothing at this path")
+        if request.method != "GET":
+            return error_response(
+                HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "only GET is served", {"Allow": "GET"}
+            )
+        if not page.is_public and not self._access.authenticates(request.headers):
+            return error_response(
+                HTTPStatus.UNAUTHORIZED,
+                ErrorCode.UNAUTHORIZED,
+                "a valid token is needed",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        facts = Facts(self._pool.ready, self._is_draining, self._pool.list_models())
+        return json_response(*page.render(facts))
+
+    async def _serve(self, socket: ServerConnection) -> None:
+        assert isinstance(socket, GatewaySocket)  # create_connection says so
+        assert socket.request is not None  # the handshake is done
+        if not self._access.authenticates(socket.request.headers):
+            await self._turn_away(socket)
+            return
+        connection = Connection(socket, self._pool, self._config, self._hello())
+        self._connections.add(connection)
+        try:
+            if self._is_draining:  # since the handshake
+                connection.begin_close(CloseCode.RESTART, "the server stops")
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+
+    async def _turn_away(self, socket: GatewaySocket) -> None:
+        """Say why, then close: a browser learns nothing from an HTTP error before the upgrade."""
+        error = RequestError(ErrorCode.UNAUTHORIZED, "a valid token is needed")
+        frame: ErrorFrame = {"type": "error", "id": None, **error.body()}
+        try:
+            async with asyncio.timeout(self._config.deadlines.close_timeout_s):
+                await socket.send(encode(frame), text=True)
+                await socket.close(CloseCode.UNAUTHORIZED, "not authorised")
+        except ConnectionClosed:
+            pass
+        except TimeoutError:
+            socket.abort()
+
+    def _hello(self) -> HelloFrame:
+        limits = self._config.limits
+        return {
+            "type": "hello",
+            "protocol": PROTOCOL,
+            "server": self._version,
+            "epoch": self._epoch,
+            "models": self._pool.list_models(),
+            "limits": {
+                "max_frame_bytes": limits.max_frame_bytes,
+                "max_in_flight": limits.max_in_flight_per_connection,
+                "max_queue": self._max_queue,
+                "max_tokens": self._max_tokens,
+            },
+            "heartbeat_s": self._config.deadlines.ping_interval_s,
+            "features": list(FEATURES),
+        }
+
+
+def _select_subprotocol(socket: ServerConnection, offered: Sequence[Subprotocol]) -> Subprotocol | None:
+    """Take ours where it is offered, else none: a plain client need not offer any."""
+    ours = Subprotocol(PROTOCOL)
+    return ours if ours in offered else None

@@ -1,0 +1,109 @@
+"""A WebSocket that never waits to write, and that notices a peer which has stopped reading.
+
+websockets' `send`, `close` and keepalive all wait until the transport's buffer has drained, without a
+deadline: against a peer that has stopped reading they wait for ever. So writing here is a plain call, the
+transport says when there is room again, and a timer watches the buffer while there is none.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from websockets.asyncio.server import ServerConnection
+from websockets.protocol import State
+
+_LOOKS_PER_TIMEOUT = 4
+
+
+class GatewaySocket(ServerConnection):
+    """One client's WebSocket. Call `watch` once, when the opening handshake is through."""
+
+    _stall_timeout_s: float | None = None
+    _on_stall: Callable[[], None] | None = None
+    _on_writable: Callable[[], None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _is_writable = True
+
+    def watch(
+        self, *, stall_timeout_s: float, on_stall: Callable[[], None], on_writable: Callable[[], None]
+    ) -> None:
+        """Tell what to call when the peer reads again, and when it has taken nothing for too long.
+
+        `on_stall` is called once, right before the transport is aborted.
+        """
+        self._stall_timeout_s = stall_timeout_s
+        self._on_stall = on_stall
+        self._on_writable = on_writable
+        if not self._is_writable:
+            self._start_watching()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether frames may be written: the closing handshake has not begun."""
+        return self.state is State.OPEN
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the transport's buffer has room."""
+        return self._is_writable
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that were written and that the system has not taken yet."""
+        return self.transport.get_write_buffer_size()
+
+    def write_frames(self, frames: Iterable[bytes]) -> None:
+        """Write text frames, all with one system call. Call it while `is_open` and `is_writable`."""
+        for frame in frames:
+            self.protocol.send_text(frame)
+        self.transport.write(b"".join(self.protocol.data_to_send()))
+
+    def abort(self) -> None:
+        """Drop the connection, and what it has not taken, at once."""
+        self.transport.abort()
+
+    # --- called by the transport ---
+
+    def pause_writing(self) -> None:
+        """Note that the buffer is full."""
+        super().pause_writing()
+        self._is_writable = False
+        self._start_watching()
+
+    def resume_writing(self) -> None:
+        """Note that the buffer has room again."""
+        super().resume_writing()
+        self._is_writable = True
+        self._stop_watching()
+        if self._on_writable is not None:
+            self._on_writable()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the transport is gone."""
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    # --- the watch ---
+
+    def _start_watching(self) -> None:
+        if self._stall_timeout_s is not None and self._timer is None:
+            self._look(self.unsent_bytes, self.loop.time())
+
+    def _look(self, least_bytes: int, progress_at_s: float) -> None:
+        """Compare the buffer with what it was; a buffer that shrinks is progress."""
+        assert self._stall_timeout_s is not None  # _start_watching checked
+        unsent_bytes, now_s = self.unsent_bytes, self.loop.time()
+        if unsent_bytes < least_bytes:
+            least_bytes, progress_at_s = unsent_bytes, now_s
+        if now_s - progress_at_s >= self._stall_timeout_s:
+            self._timer = None
+            if self._on_stall is not None:
+                self._on_stall()
+            self.abort()
+            return
+        delay_s = self._stall_timeout_s / _LOOKS_PER_TIMEOUT
+        self._timer = self.loop.call_later(delay_s, self._look, least_bytes, progress_at_s)
+
+    def _stop_watching(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
