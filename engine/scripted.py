@@ -144,7 +144,7 @@ class ScriptedEngine:
         Raises:
             EngineLoadError: the configuration asks for it.
         """
-        num_steps = int(config.scripted_load_s / _LOAD_STEP_S)
+        num_steps = round(config.scripted_load_s / _LOAD_STEP_S)
         for done in range(num_steps):
             on_loading(Loading("load", done, num_steps, "steps"))
             time.sleep(_LOAD_STEP_S)
