@@ -8,9 +8,9 @@ Tasks: `passkey` (one fact, depths spread evenly), `quote` (a verbatim line of w
 four words occurs most: an aggregation, which thinning is bound to hurt). For each prompt the dense model
 answers greedily; then, per method and keep rate, on the same tokens: right (the greedy answer contains the
 key), KL (dense against sparse, mean over the tokens of the dense answer, nats), and the rise in NLL of the
-dense answer. Methods: `carry_on` and `two_passes` (the model scores itself), and the controls `random` chunks,
-`recency` (sink and tail only) and `renumbered` (the two-pass selection at contiguous positions). Times are of
-one process, the best of three.
+dense answer. Methods: `carry_on` and `two_passes` (the model scores itself), and the controls `random`
+chunks, `recency` (sink and tail only) and `renumbered` (the two-pass selection at contiguous positions).
+Times are of one process, the best of three.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Bench:
         return answer
 
     def first_token_s(self, prompt: list[int], keep_pct: float | None) -> float:
-        """Return the seconds from an empty cache to the first token: dense, or self mode. The best of three."""
+        """Return the seconds from an empty cache to the first token, dense or self mode; best of three."""
         times = []
         for _ in range(3):
             started = time.perf_counter()

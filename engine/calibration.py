@@ -1,10 +1,10 @@
 """Which layers of a model tell what matters: found by prompts with a known answer, kept in a small file.
 
 Retrieval starts sharply at one depth (arXiv 2409.17422, section 3), and a layer beside a good one may find
-nothing, so a fixed share of the depth is a gamble. For each attention layer the recall of the needle's tokens
-at each keep rate is measured with the selection that requests use; of the sets of layers that are about as
-good as the best the shallowest wins, as scoring stops at its last layer. A model nobody calibrated uses
-``scoring.default_layers``.
+nothing, so a fixed share of the depth is a gamble. For each attention layer the recall of the needle's
+tokens at each keep rate is measured with the selection that requests use. Scoring stops at the last layer
+of a set, so depth has its price: a set of layers that is deeper must find that much more. A model nobody
+calibrated uses ``scoring.default_layers``.
 
 Files are named by the model's fingerprint: in the cache folder, or shipped in ``engine/calibrations/``.
 """
@@ -34,8 +34,8 @@ from .sparse_cache import is_attention
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "calibrations"
 MAX_LAYERS = 3
-RECALL_SLACK = 0.02
-"""How much recall a shallower set may lack: less scoring is worth that."""
+RECALL_PER_DEPTH = 0.2
+"""What the whole depth of the model is worth in recall: a tenth of the layers saved may cost 0.02 of it."""
 
 OnProgress = Callable[[int, int], None]
 
@@ -75,9 +75,9 @@ def calibrate(
     tokenizer: Any,
     config: Mapping[str, Any],
     *,
-    num_prompts: int = 12,
+    num_prompts: int = 24,
     prompt_tokens: int = 750,
-    keep_pcts: Sequence[float] = (0.1, 0.15, 0.2, 0.3),
+    keep_pcts: Sequence[float] = (0.15, 0.2, 0.3),
     rule: SelectionRule | None = None,
     max_depth: float = 0.8,
     step_tokens: int = 1024,
@@ -107,11 +107,12 @@ def calibrate(
         )
 
     table = {layer: recall([layer]) for layer in layers}
-    best = choose_layers(table, recall)
+    num_layers = len(layer_list(model))
+    best = choose_layers(table, recall, num_layers)
     return Calibration(
         fingerprint=model_fingerprint(model, config),
         model_type=str(config.get("model_type", "")),
-        num_layers=len(layer_list(model)),
+        num_layers=num_layers,
         layers=best,
         num_queries=DEFAULT_NUM_QUERIES,
         pool_tokens=DEFAULT_POOL_TOKENS,
@@ -124,21 +125,21 @@ def calibrate(
 
 
 def choose_layers(
-    table: Mapping[int, Sequence[float]], recall: Callable[[Sequence[int]], Sequence[float]]
+    table: Mapping[int, Sequence[float]], recall: Callable[[Sequence[int]], Sequence[float]], num_layers: int
 ) -> tuple[int, ...]:
-    """Return the shallowest set of at most three layers whose mean recall is near the best set's.
+    """Return the set of at most three layers with the best mean recall, less the price of its depth.
 
     For each depth the candidates are the best one, two and three single layers up to there, taken together.
+    Of equals the smaller, then the shallower set wins.
     """
     found: list[tuple[float, int, tuple[int, ...]]] = []
     for deepest in sorted(table):
         ranked = sorted((i for i in table if i <= deepest), key=lambda i: (-float(np.mean(table[i])), i))
         for count in range(1, min(MAX_LAYERS, len(ranked)) + 1):
             chosen = tuple(sorted(ranked[:count]))
-            found.append((float(np.mean(recall(chosen))), max(chosen), chosen))
-    enough = max(mean for mean, _, _ in found) - RECALL_SLACK
-    good = [entry for entry in found if entry[0] >= enough]
-    return min(good, key=lambda entry: (entry[1], len(entry[2]), -entry[0]))[2]
+            worth = float(np.mean(recall(chosen))) - RECALL_PER_DEPTH * max(chosen) / num_layers
+            found.append((-round(worth, 6), count, chosen))
+    return min(found)[2]
 
 
 def calibration_prompts(tokenizer: Any, num_prompts: int, prompt_tokens: int) -> list[PasskeyPrompt]:
