@@ -69,6 +69,7 @@ class LoadedModel:
     dtype: mx.Dtype
     """Of the activations and the logits."""
     num_parameters: int
+    """As mlx-lm counts them: packed ones as many as they stand for."""
     dequantized: bool
     """The weights were made float32 for the CPU."""
     weight_bytes: int
