@@ -75,15 +75,17 @@ class Gateway:
         await self.stop()
 
     async def start(self) -> None:
-        """Start to listen.
+        """Start to listen; calling it again does nothing.
 
         Raises:
             OSError: the address is taken, or is none of this machine's.
         """
+        if self._listener is not None:
+            return
         limits, deadlines = self._config.limits, self._config.deadlines
         # At its debug level websockets logs headers, and with them tokens.
         logger = logging.getLogger(f"{__name__}.websockets")
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.WARNING)
         self._listener = await serve(
             self._serve,
             self._config.listen.host,

@@ -1,0 +1,170 @@
+"""The command line: `headrace serve`. Flags are read here and explained here; what they mean is elsewhere."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import __version__
+
+app = typer.Typer(
+    name="headrace",
+    help="A WebSocket streaming gateway for MLX language models, with the models in processes of their own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_SERVING = "Serving"
+_ACCESS = "Access"
+_SPECPREFILL = "SpecPrefill"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Commands that concern no command in particular."""
+
+
+@app.command()
+def serve(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with the names of these flags, such as max-in-flight = 4. Flags win."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A folder or a hub name; once for each model. Without it: the default model."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 picks a free one. Default: 8765.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="mlx, or scripted: no model, for tests and load. Default: mlx.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Engine processes for each model. Default: 1.", rich_help_panel=_SERVING),
+    ] = None,
+    max_in_flight: Annotated[
+        int | None,
+        typer.Option(help="Requests that an engine runs at a time. Default: 16.", rich_help_panel=_SERVING),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(help="Requests that may wait for each model. Default: 64.", rich_help_panel=_SERVING),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="For requests that name no max_tokens. Default: 512.", rich_help_panel=_SERVING),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="For requests that name no temperature. Default: 0.", rich_help_panel=_SERVING),
+    ] = None,
+    drain_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that running requests have when the server is told to stop. Default: 30.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    dequantize: Annotated[
+        bool | None,
+        typer.Option(
+            help="On a CPU: load quantized weights as float32 where memory allows. Default: on.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    blas: Annotated[
+        str | None,
+        typer.Option(
+            help="Linux CPU: a BLAS library to preload into engines: auto, off, or a path. Default: auto.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A web page's origin that may connect, such as https://chat.example.org; * for any.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that clients may use for this server; * for any.", rich_help_panel=_ACCESS),
+    ] = None,
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            help="A file with the token that clients must show; else HEADRACE_TOKEN has it.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    specprefill: Annotated[
+        bool | None,
+        typer.Option(
+            help="Speculative prefill for long prompts of requests that don't say. Default: off.",
+            rich_help_panel=_SPECPREFILL,
+        ),
+    ] = None,
+    specprefill_keep_pct: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the uncached prompt that is kept, 0 < x <= 1. Default: 0.3.",
+            rich_help_panel=_SPECPREFILL,
+        ),
+    ] = None,
+    specprefill_threshold: Annotated[
+        int | None,
+        typer.Option(
+            help="Uncached prompt tokens above which it is used. Default: 8192.", rich_help_panel=_SPECPREFILL
+        ),
+    ] = None,
+    specprefill_draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder or hub name; self: the model's own first layers; none: off. Default: self.",
+            rich_help_panel=_SPECPREFILL,
+        ),
+    ] = None,
+    scripted_token_delay_ms: Annotated[float | None, typer.Option(hidden=True)] = None,
+    scripted_prefill_tokens_per_s: Annotated[float | None, typer.Option(hidden=True)] = None,
+    scripted_load_s: Annotated[float | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve models over a WebSocket until told to stop (SIGTERM, Ctrl-C; twice: at once)."""
+    from .serve import ServeError, run
+    from .settings import SettingsError, read_settings
+
+    try:
+        run(read_settings(_given(ctx.params), config))
+    except (SettingsError, ServeError) as error:
+        typer.echo(f"headrace: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, SettingsError) else 1) from None
+
+
+def _given(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags that were given: the others are None, or an empty list."""
+    given = {name: value for name, value in params.items() if value is not None}
+    given.pop("config", None)
+    return {name: value for name, value in given.items() if value not in ((), [])}
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="headrace")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Run the gateway until it is told to stop: `headrace serve` after its flags have been read.
+
+The listener opens before any model is loaded; then the models are loaded; then it serves until SIGTERM or
+SIGINT. The first signal drains, the second one ends the process at once: engine processes notice that their
+parent is gone, and exit.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+
+from . import __version__
+from .gateway.access import is_loopback
+from .gateway.server import Gateway
+from .loading import LoadingDisplay
+from .pool import ModelLoadFailed, Pool, WorkerStatus
+from .settings import ServeSettings, gateway_config, pool_config, read_token
+
+_ALREADY_SETTLED_S = 1.0
+
+
+class ServeError(Exception):
+    """The server could not start; the message is one line for the operator."""
+
+
+def run(settings: ServeSettings) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        SettingsError: the settings make no sense together.
+        ServeError: the address is taken, or no model can be loaded.
+    """
+    logging.basicConfig(level=logging.WARNING, format="headrace: %(message)s", stream=sys.stderr)
+    asyncio.run(_serve(settings, os.environ))
+
+
+async def _serve(settings: ServeSettings, environment: Mapping[str, str]) -> None:
+    config = gateway_config(settings, read_token(settings, environment))
+    if config.access.token is None and not is_loopback(settings.host):
+        _say(f"warning: {settings.host} is reachable from other machines, and there is no token")
+    with _stop_signal() as stop, LoadingDisplay(sys.stderr) as display:
+        changed = asyncio.Event()
+
+        def on_change(status: WorkerStatus) -> None:
+            display.show(status)
+            changed.set()
+
+        async with Pool(pool_config(settings), on_change=on_change) as pool:
+            gateway = Gateway(
+                pool,
+                config,
+                server_version=__version__,
+                max_queue=settings.max_queue,
+                max_tokens=settings.max_tokens,
+            )
+            await _listen(gateway, settings)
+            async with gateway:
+                is_loaded = await _load(pool, changed, stop)
+                display.close()
+                if is_loaded:
+                    _announce(gateway, pool)
+                    await stop.wait()
+
+
+async def _listen(gateway: Gateway, settings: ServeSettings) -> None:
+    try:
+        await gateway.start()
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ServeError(f"{where} is taken: choose another --port") from None
+        raise ServeError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
+
+
+async def _load(pool: Pool, changed: asyncio.Event, stop: asyncio.Event) -> bool:
+    """Wait until each model is ready or has failed; return False if told to stop before that.
+
+    Raises:
+        ServeError: no model can be loaded.
+    """
+    # However long: large models take their time, and the display tells how far they are.
+    while any(model["state"] not in ("ready", "failed") for model in pool.list_models()):
+        changed.clear()
+        await _first_of(changed, stop)
+        if stop.is_set():
+            return False
+    try:
+        await pool.wait_ready(_ALREADY_SETTLED_S)
+    except (ModelLoadFailed, TimeoutError) as error:
+        raise ServeError(" ".join(str(error).split())) from None
+    return True
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _announce(gateway: Gateway, pool: Pool) -> None:
+    models = pool.list_models()
+    ready = [model["name"] for model in models if model["state"] == "ready"]
+    for model in models:
+        if model["state"] == "failed":
+            _say(f"warning: the model {model['name']} could not be loaded; the others are served")
+    noun = "model" if len(ready) == 1 else "models"
+    print(f"Headrace is ready: {gateway.url} ({noun} {', '.join(ready)})", flush=True)
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[asyncio.Event]:
+    """Return an event that the first SIGTERM or SIGINT sets; a second one ends the process."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield stop
+    finally:
+        # From here on the process is on its way out; another signal must still mean now.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _say(line: str) -> None:
+    print(f"headrace: {line}", file=sys.stderr, flush=True)
