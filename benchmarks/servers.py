@@ -1,0 +1,95 @@
+"""Servers for the benchmarks: each starts as a user would start it, and is stopped again."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+READY_TIMEOUT_S = 300
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(
+    command: list[str], ready_url: str, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server until its ready page answers 200, and stop it at the end."""
+    process = subprocess.Popen(
+        command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_ready(process, ready_url)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args!r} exited with {process.returncode}")
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"{process.args!r} was not ready within {READY_TIMEOUT_S} s")
+
+
+@contextmanager
+def headrace(*flags: str) -> Iterator[str]:
+    """Run `headrace serve`; yield its WebSocket URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "headrace", "serve", "--port", str(port), *flags]
+    with running(command, f"http://127.0.0.1:{port}/readyz"):
+        yield f"ws://127.0.0.1:{port}/v1/stream"
+
+
+@contextmanager
+def mlx_lm_server(model: Path, env: dict[str, str]) -> Iterator[str]:
+    """Run `mlx_lm.server` on a model folder; yield the URL of its chat completions."""
+    port = free_port()
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
+    with running(command, f"http://127.0.0.1:{port}/health", {**env, "HF_HUB_OFFLINE": "1"}):
+        yield f"http://127.0.0.1:{port}/v1/chat/completions"
+
+
+def machine() -> dict[str, object]:
+    """Return facts about this machine, for the head of a result."""
+    import platform
+    from importlib.metadata import version
+
+    return {
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("mlx", "mlx-lm", "websockets", "headrace")},
+    }
+
+
+def save(result: object, path: Path | None) -> None:
+    """Write a result as JSON, if somebody asked for it."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
