@@ -215,6 +215,8 @@ class MlxEngine:
                 events.append(self._end_unadmitted(message, arrived_s, error))
                 continue
             self._prefilling.append(request)
+            request.last_progress_s = time.monotonic()
+            events.append(request.progress())
             if message.options.echo:
                 events += request.emit(Piece(request.prompt.text), [], 0)
 
