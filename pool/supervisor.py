@@ -219,17 +219,21 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stop the process within the configured deadlines. It is not started again."""
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
-        self._apply(WorkerEvent.STOP)
+        self._give_up()
         if self._process is not None:
             await self._process.stop()
 
     def kill(self) -> None:
-        """Kill the process now; called after, or instead of, a `stop` that was interrupted."""
+        """Kill the process now, if a `stop` has not ended it. It is not started again."""
+        self._give_up()
         if self._process is not None:
             self._process.kill()
+
+    def _give_up(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self._apply(WorkerEvent.STOP)
 
     def _apply(self, event: WorkerEvent) -> None:
         previous = self._state

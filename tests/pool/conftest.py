@@ -14,13 +14,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """Fail a test that leaves a child process or a channel's thread."""
+
+    def there() -> set[str]:
+        threads = [
+            f"{t.name} {t.ident}" for t in threading.enumerate() if t.name.startswith(("read ", "write "))
+        ]
+        return {*threads, *(f"{child.name} {child.pid}" for child in multiprocessing.active_children())}
+
+    before = there()
     yield
     deadline_s = time.monotonic() + 5
-
-    def left() -> list[str]:
-        threads = [t.name for t in threading.enumerate() if t.name.startswith(("read ", "write "))]
-        return threads + [process.name for process in multiprocessing.active_children()]
-
-    while left() and time.monotonic() < deadline_s:
+    while there() - before and time.monotonic() < deadline_s:
         time.sleep(0.005)
-    assert left() == []
+    assert there() - before == set()
