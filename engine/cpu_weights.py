@@ -13,7 +13,6 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, get_total_parameters
 
-from .host_memory import available_memory_bytes
 from .model_files import LoadProgress, OnProgress
 
 _LOG = logging.getLogger(__name__)
@@ -36,15 +35,16 @@ def parameters(model: Module) -> list[tuple[str, mx.array]]:
     return [(name, value) for name, value in flat if isinstance(value, mx.array)]
 
 
-def make_float32(model: Module, on_progress: OnProgress) -> bool:
+def make_float32(model: Module, available_bytes: int | None, on_progress: OnProgress) -> bool:
     """Turn all weights of ``model`` into float32 in place, if memory allows.
 
     Call it on a model whose weights were loaded lazily, so that they are never in memory twice. Quantized
     layers that mlx-lm can't dequantize stay as they are. The values do not change: scales become float32
     before they are multiplied.
 
-    Memory is looked at once, before: two engine processes that load at the same moment may both find enough
-    for one.
+    Args:
+        available_bytes: the memory that is to be had, None if nobody knows. Looked at once: two engine
+            processes that load at the same moment may both find enough for one.
 
     Returns:
         True if the weights are float32 now. False if they were so already, or must stay as they are (packed
@@ -57,13 +57,13 @@ def make_float32(model: Module, on_progress: OnProgress) -> bool:
         _LOG.warning("The weights have a scale per tensor, which can't be dequantized here: slow on a CPU.")
         return False
     need = 4 * get_total_parameters(model)
-    available = available_memory_bytes()
-    if available is not None and need + max(_MARGIN_BYTES, int(need * _MARGIN_SHARE)) > available:
+    margin = max(_MARGIN_BYTES, int(need * _MARGIN_SHARE))
+    if available_bytes is not None and need + margin > available_bytes:
         _LOG.warning(
             "The weights need %.1f GB as float32 and %.1f GB of memory are available: they stay as they are, "
             "which is slow on a CPU.",
             need / 1e9,
-            available / 1e9,
+            available_bytes / 1e9,
         )
         if quantized:
             # float16 sums in float16 on a CPU, and slowly; small next to the packed weights.

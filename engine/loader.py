@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model as load_weights
 
 from .cpu_weights import evaluate, make_float32, weight_bytes
 from .default_model import DEFAULT_MODEL, fetch_default_model
+from .host_memory import available_memory_bytes
 from .hub import fetch_from_hub
 from .model_files import LoadProgress, ModelLoadError, OnProgress, ignore_progress
 
@@ -119,9 +120,8 @@ def load_model(
     check_files(path)
     try:
         model, config = load_weights(path, lazy=True)
-        dequantized = (
-            dequantize and mx.default_device() == mx.Device(mx.cpu) and make_float32(model, on_progress)
-        )
+        on_cpu = mx.default_device() == mx.Device(mx.cpu)
+        dequantized = dequantize and on_cpu and make_float32(model, available_memory_bytes(), on_progress)
         if not dequantized:
             evaluate(model, on_progress)
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
