@@ -53,6 +53,7 @@ async def test_kill_in_mid_stream():
         pool.start(frame(max_tokens=LONG), victim)
         pool.start(frame(max_tokens=400), bystander)
         await victim.tokens(5)
+        assert pool.statistics().workers[0].status.stats.decoding == 1
         os.kill(victim_pid, signal.SIGKILL)
         killed_s = time.monotonic()
         end = await victim.end()
@@ -70,6 +71,7 @@ async def test_kill_in_mid_stream():
         pool.start(frame(max_tokens=3), after)
         assert (await after.end()).status == "completed"
         assert_idle(pool)
+        await engines_idle(pool)
 
 
 async def test_readiness_and_queue_across_a_restart():
@@ -277,11 +279,16 @@ async def main():
 
         async def read(name, prompt):
             options = GenerationOptions(model=name, max_tokens=1000000)
-            async for event in pool.submit(RequestFrame(ClientId(name), CompletionInput(prompt=prompt), options)):
+            frame = RequestFrame(ClientId(name), CompletionInput(prompt=prompt), options)
+            async for event in pool.submit(frame):
                 counts[name] += 1
 
+        def all_started():
+            workers = [worker.status for worker in pool.statistics().workers]
+            return all(worker.loading or worker.info for worker in workers) and min(counts.values()) >= 3
+
         tasks = [asyncio.create_task(read(*work)) for work in (("busy", "go on"), ("hanging", "[[hang]]"))]
-        while min(counts.values()) < 3 or not all(w.status.loading or w.status.info for w in pool.statistics().workers):
+        while not all_started():
             await asyncio.sleep(0.01)
         print(*(worker.status.pid for worker in pool.statistics().workers), flush=True)
         await asyncio.sleep(60)
@@ -295,25 +302,14 @@ async def test_no_child_outlives_a_killed_parent(tmp_path: Path):
     """kill -9 of the parent: engine processes that are busy, hanging, idle or loading are gone within 5 s."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        try:
-            line = await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 2 * LIMIT_S)
-            children = [int(pid) for pid in line.split()]
-            assert len(children) == 4
-            assert all(is_running(pid) for pid in children)
-        finally:
-            parent.kill()
+    parent = await asyncio.create_subprocess_exec(sys.executable, script, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    try:
+        line = await asyncio.wait_for(parent.stdout.readline(), 2 * LIMIT_S)
+        children = [int(pid) for pid in line.split()]
+        assert len(children) == 4
+        assert all(is_running(pid) for pid in children)
+    finally:
+        parent.kill()
+        await parent.wait()
     await eventually(lambda: not any(is_running(pid) for pid in children), 5)
-
-
-async def test_engines_gauges_return_to_zero_after_a_crash():
-    """The gauges of a dead process are not kept."""
-    async with Pool(make_config(model(scripted_token_delay_ms=1))) as pool:
-        recorder = Recorder()
-        pool.start(frame(max_tokens=LONG), recorder)
-        await recorder.tokens(3)
-        assert pool.statistics().workers[0].status.stats.decoding == 1
-        os.kill(pids(pool)[0], signal.SIGKILL)
-        await recorder.end()
-        await engines_idle(pool)
