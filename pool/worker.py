@@ -91,8 +91,9 @@ def _set_up_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    os.dup2(2, 1)
-    faulthandler.enable()
+    with contextlib.suppress(OSError, RuntimeError):  # A parent without stderr has nothing to keep clean.
+        os.dup2(2, 1)
+        faulthandler.enable()
     name = multiprocessing.current_process().name
     logging.basicConfig(format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s")
 
