@@ -29,7 +29,7 @@ from .passkey import NEEDLES, PasskeyPrompt, passkey_prompt
 from .scoring import DEFAULT_NUM_QUERIES, DEFAULT_POOL_TOKENS, PromptReader, Scorer, default_layers
 from .seams import layer_list
 from .selection import Scores, SelectionRule, select, smooth
-from .sparse_cache import is_attention
+from .sparse_cache import has_keys
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "calibrations"
@@ -162,7 +162,7 @@ def calibration_prompts(tokenizer: Any, num_prompts: int, prompt_tokens: int) ->
 def candidate_layers(model: Any, max_depth: float = 0.8) -> list[int]:
     """Return the layers that could score: attention, full if there is any, no deeper than worth its cost."""
     kinds = make_prompt_cache(model)
-    usable = [i for i, kind in enumerate(kinds) if is_attention(kind)]
+    usable = [i for i, kind in enumerate(kinds) if has_keys(kind)]
     full = [i for i in usable if not hasattr(kinds[i], "max_size")] or usable
     return [i for i in full if i < max_depth * len(kinds)] or full[:1]
 

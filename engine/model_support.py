@@ -18,12 +18,15 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from .scoring import Scorer
 from .seams import AttentionCall, SeamError, layer_list, observed_attention
 from .selection import SelectionRule
-from .sparse_cache import as_sparse, is_attention, unsupported_cache
+from .sparse_cache import as_sparse, has_keys, is_attention, unsupported_cache
 from .sparse_prefill import KeptFill, SparsePlan, SparsePrefill, can_carry_on
 
 _ABSOLUTE_SCALING = "scales attention by the absolute position, read from the cache"
 _ABSOLUTE_EMBEDDING = "adds embeddings of absolute positions"
+_INDEXER = "chooses its keys by an indexer of its own, which the short probe can't see"
 _NAMED = {
+    "deepseek_v32": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
     "llama4": _ABSOLUTE_SCALING,
     "llama4_text": _ABSOLUTE_SCALING,
     "ministral3": _ABSOLUTE_SCALING,
@@ -52,7 +55,7 @@ def specprefill_support(model: Any, config: Mapping[str, Any]) -> str | None:
     cache = make_prompt_cache(model)
     if (kind := unsupported_cache(cache)) is not None:
         return f"its {kind} can't be thinned and batched"
-    if not any(_has_keys(entry) for entry in cache):
+    if not any(has_keys(entry) for entry in cache):
         return "it has no attention layers"
     try:
         return _probe(model, cache, _vocabulary(config))
@@ -175,9 +178,3 @@ def _probe_tokens(vocabulary: int) -> list[int]:
 def _vocabulary(config: Mapping[str, Any]) -> int:
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 64
     return min(int(size), 4096)
-
-
-def _has_keys(entry: Any) -> bool:
-    if isinstance(entry, CacheList):
-        return any(_has_keys(part) for part in entry.caches)
-    return is_attention(entry)

@@ -28,7 +28,7 @@ from .seams import (
     replaced_layers,
 )
 from .selection import Scores, smooth
-from .sparse_cache import arrays_of, is_attention, reading_copy
+from .sparse_cache import arrays_of, has_keys, reading_copy
 
 DEFAULT_NUM_QUERIES = 16
 DEFAULT_POOL_TOKENS = 9
@@ -237,7 +237,7 @@ def default_layers(model: Any) -> tuple[int, ...]:
     A band, not one layer: retrieval starts sharply, and the layer beside a good one may find nothing.
     """
     kinds = make_prompt_cache(model)
-    usable = [i for i, kind in enumerate(kinds) if is_attention(kind)]
+    usable = [i for i, kind in enumerate(kinds) if has_keys(kind)]
     full = [i for i in usable if not hasattr(kinds[i], "max_size")] or usable
     if not full:
         raise SeamError("the model has no attention layer")

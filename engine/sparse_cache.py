@@ -93,6 +93,13 @@ def is_attention(entry: Any) -> bool:
     return isinstance(entry, (KVCache, RotatingKVCache))
 
 
+def has_keys(entry: Any) -> bool:
+    """Say whether the layer attends: it may hold recurrent states beside its keys."""
+    if isinstance(entry, CacheList):
+        return any(has_keys(part) for part in entry.caches)
+    return is_attention(entry)
+
+
 def is_sparse(cache: Sequence[Any]) -> bool:
     """Say whether a request's cache list (not yet in a batch) holds fewer tokens than it stands for."""
     return any(
