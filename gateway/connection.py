@@ -48,6 +48,7 @@ class Connection:
         self._tenant = tenant
         self._deadlines = config.deadlines
         limits = config.limits
+        self._send_buffer_bytes = limits.socket_send_buffer_bytes
         self._session = Session(
             hello,
             SessionLimits(limits.max_in_flight_per_connection, limits.max_bad_frames),
@@ -76,6 +77,8 @@ class Connection:
             on_stall=self._note_stall,
             on_writable=self._outbox.wake,
         )
+        if self._send_buffer_bytes is not None:
+            self._socket.limit_send_buffer(self._send_buffer_bytes)
         self._outbox.wake()
         try:
             while True:

@@ -6,7 +6,9 @@ transport says when there is room again, and a timer watches the buffer while th
 """
 
 import asyncio
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable, Iterable
+from socket import SO_SNDBUF, SOL_SOCKET
 
 from websockets.asyncio.server import ServerConnection
 from websockets.protocol import State
@@ -35,6 +37,12 @@ class GatewaySocket(ServerConnection):
         self._on_writable = on_writable
         if not self._is_writable:
             self._start_watching()
+
+    def limit_send_buffer(self, size_bytes: int) -> None:
+        """Bound what the system buffers for the peer (SO_SNDBUF)."""
+        socket: TransportSocket | None = self.transport.get_extra_info("socket")
+        if socket is not None:
+            socket.setsockopt(SOL_SOCKET, SO_SNDBUF, size_bytes)
 
     @property
     def is_open(self) -> bool:

@@ -1,0 +1,106 @@
+"""Clients that read slowly or not at all: merged, bounded, dropped; the others go on."""
+
+import asyncio
+import json
+import socket
+from dataclasses import replace
+
+import pytest
+from gateway_helpers import Client, assert_well_formed, make_gateway, wait_until
+from websockets.exceptions import ConnectionClosedError
+
+from headrace.gateway.config import DeadlinesConfig, LimitsConfig
+from headrace.pool import Pool
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+FLOOD = {"model": "fast", "max_tokens": 2**31 - 1}
+NUM_FLOODS = 8
+SMALL_BUFFERS = LimitsConfig(socket_send_buffer_bytes=16 << 10, write_buffer_bytes=16 << 10)
+HANDSHAKE = (
+    "GET /v1/stream HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+def masked_text_frame(data: bytes) -> bytes:
+    """Return a client's frame with a mask of zeros (RFC 6455, section 5.2)."""
+    assert len(data) < 126
+    return bytes([0x81, 0x80 | len(data), 0, 0, 0, 0]) + data
+
+
+def small_socket(port: int) -> socket.socket:
+    """Return a connected socket for which the system buffers little."""
+    small = socket.socket()
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    small.connect(("127.0.0.1", port))
+    return small
+
+
+def open_raw_flood(port: int) -> socket.socket:
+    """Return a socket that has asked for endless text and never reads."""
+    raw = small_socket(port)
+    raw.sendall(HANDSHAKE.encode())
+    for number in range(NUM_FLOODS):
+        frame = {"type": "completion", "id": str(number), "prompt": "x", **FLOOD}
+        raw.sendall(masked_text_frame(json.dumps(frame).encode()))
+    return raw
+
+
+async def test_a_peer_that_never_reads_is_dropped(pool: Pool) -> None:
+    """Within the stall timeout, with its requests cancelled; another client's stream doesn't notice."""
+    deadlines = replace(DeadlinesConfig(), stall_timeout_s=0.4)
+    gateway = make_gateway(pool, limits=SMALL_BUFFERS, deadlines=deadlines)
+    await gateway.start()
+    cancelled_before = pool.statistics().ended_total.get("cancelled", 0)
+    async with Client(gateway.url) as other:
+        await other.complete("a", model="slow", max_tokens=100_000)
+        await other.receive_type("delta")
+        raw = await asyncio.to_thread(open_raw_flood, gateway.port)
+        await wait_until(lambda: pool.statistics().in_flight == 1 + NUM_FLOODS)
+        seen = 0
+        while pool.statistics().in_flight > 1:
+            await other.receive_type("delta")
+            seen += 1
+        assert seen > 20, "the other stream went on meanwhile"
+        assert gateway.num_connections == 1
+        await other.send(type="cancel", id="a")
+        await other.done("a")
+        assert_well_formed(other.frames["a"])
+    ended = pool.statistics().ended_total["cancelled"] - cancelled_before
+    assert ended == NUM_FLOODS + 1
+    raw.close()
+    gateway.abort()
+
+
+async def test_a_client_too_far_behind_is_told_4508(pool: Pool) -> None:
+    """More waits than may: no more is generated, and a client that reads again learns why."""
+    limits = replace(SMALL_BUFFERS, max_buffered_bytes=200_000)
+    gateway = make_gateway(pool, limits=limits)
+    await gateway.start()
+    async with Client(gateway.url, max_queue=1, sock=small_socket(gateway.port)) as client:
+        for number in range(NUM_FLOODS):
+            await client.complete(str(number), **FLOOD)
+        await wait_until(lambda: pool.statistics().in_flight == NUM_FLOODS)
+        await wait_until(lambda: pool.statistics().in_flight == 0)
+        with pytest.raises(ConnectionClosedError):
+            await client.receive_type("done")
+        assert client.socket.close_code == 4508
+    gateway.abort()
+
+
+async def test_deltas_of_a_slow_client_merge(pool: Pool) -> None:
+    """Nothing is lost: fewer frames, gapless, all of the text."""
+    num_tokens = 30_000
+    gateway = make_gateway(pool, limits=SMALL_BUFFERS)
+    await gateway.start()
+    async with Client(gateway.url, max_queue=1, sock=small_socket(gateway.port)) as slow:
+        await slow.complete("a", model="fast", max_tokens=num_tokens, seed=1)
+        async with Client(gateway.url) as other:
+            await other.complete("b", model="fast", max_tokens=num_tokens, seed=1)
+            await other.done("b")
+        await slow.done("a")
+    assert slow.text("a") == other.text("b")
+    assert len(slow.deltas("a")) < len(other.deltas("b"))
+    assert_well_formed(slow.frames["a"])
+    gateway.abort()
