@@ -59,6 +59,7 @@ class Connection:
             self._session,
             max_buffered_bytes=limits.max_buffered_bytes,
             on_overflow=self._drop_slow_consumer,
+            on_closing=self._stop_serving,
         )
         self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Task[None] | None = None
@@ -164,6 +165,12 @@ class Connection:
             _log.info("a client reads too slowly; its connection is dropped")
             self._do(self._session.lost("slow_consumer"))
             self.begin_close(CloseCode.SLOW_CONSUMER, "too much waits for this connection")
+
+    def _stop_serving(self) -> None:
+        """The closing handshake has begun, by either side: nothing can be sent, so nothing need run."""
+        self._do(self._session.lost())
+        # A peer that doesn't answer ours, say after a frame too large, must not keep the connection.
+        self.begin_close(CloseCode.NORMAL, "")
 
     async def _close(self, code: CloseCode, reason: str) -> None:
         try:

@@ -24,7 +24,10 @@ class Outbox:
         socket: where to.
         session: where from.
         max_buffered_bytes: what may wait, in the session and in the transport together.
-        on_overflow: called when more waits; called again and again until the session is emptied.
+        on_overflow: called when more waits.
+        on_closing: called when there is something to write and the closing handshake has begun.
+
+    Both are called again and again, until nothing waits in the session any more.
     """
 
     def __init__(
@@ -34,11 +37,13 @@ class Outbox:
         *,
         max_buffered_bytes: int,
         on_overflow: Callable[[], None],
+        on_closing: Callable[[], None],
     ) -> None:
         self._socket = socket
         self._session = session
         self._max_buffered_bytes = max_buffered_bytes
         self._on_overflow = on_overflow
+        self._on_closing = on_closing
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._emptied = asyncio.Event()
@@ -68,8 +73,11 @@ class Outbox:
         socket, session = self._socket, self._session
         while socket.is_open and socket.is_writable and (frames := self._next_batch()):
             socket.write_frames(frames)
-        if not socket.is_open or not session.has_outgoing:
+        if not session.has_outgoing:
             self._emptied.set()
+        elif not socket.is_open:
+            self._emptied.set()
+            self._on_closing()
         elif session.buffered_bytes + socket.unsent_bytes > self._max_buffered_bytes:
             self._on_overflow()
 

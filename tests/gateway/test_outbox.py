@@ -73,6 +73,22 @@ async def test_a_peer_that_never_reads_is_dropped(pool: Pool) -> None:
     gateway.abort()
 
 
+async def test_a_peer_that_does_not_close_is_dropped(pool: Pool) -> None:
+    """After a frame too large the peer ignores the close frame: its request ends, then the connection."""
+    deadlines = replace(DeadlinesConfig(), close_timeout_s=0.2)
+    gateway = make_gateway(pool, limits=LimitsConfig(max_frame_bytes=120), deadlines=deadlines)
+    await gateway.start()
+    raw = small_socket(gateway.port)
+    frame = {"type": "completion", "id": "a", "prompt": "x", "model": "slow", "max_tokens": 100_000}
+    await asyncio.to_thread(raw.sendall, HANDSHAKE.encode() + masked_text_frame(json.dumps(frame).encode()))
+    await wait_until(lambda: pool.statistics().in_flight == 1)
+    await asyncio.to_thread(raw.sendall, masked_text_frame(b"x" * 121))
+    await wait_until(lambda: pool.statistics().in_flight == 0, 2)
+    await wait_until(lambda: gateway.num_connections == 0, 2)
+    raw.close()
+    gateway.abort()
+
+
 async def test_a_client_too_far_behind_is_told_4508(pool: Pool) -> None:
     """More waits than may: no more is generated, and a client that reads again learns why."""
     limits = replace(SMALL_BUFFERS, max_buffered_bytes=200_000)
