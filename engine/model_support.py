@@ -178,3 +178,21 @@ def _probe_tokens(vocabulary: int) -> list[int]:
 def _vocabulary(config: Mapping[str, Any]) -> int:
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 64
     return min(int(size), 4096)
+
+
+def draft_mismatch(target_tokenizer: Any, draft_tokenizer: Any) -> str | None:
+    """Return why a draft model can't score for the target, or None: both must give the same tokens.
+
+    Compares the two vocabularies and a sample with spaces, digits, code and other scripts.
+    """
+    target, draft = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if target != draft:
+        differing = sum(1 for token, number in target.items() if draft.get(token) != number)
+        return (
+            f"the draft model's tokenizer differs: {differing} of {len(target)} tokens have another number "
+            f"or none, and it has {len(draft)} tokens"
+        )
+    sample = "Hello  world\n\tdef f(x): return x**2  # 1234567890 ärger 你好 🙂"
+    if list(target_tokenizer.encode(sample)) != list(draft_tokenizer.encode(sample)):
+        return "the draft model's tokenizer splits text in another way"
+    return None

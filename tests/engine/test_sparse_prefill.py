@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache
 from tiny_models import CONFIGS, decode_logits, dense_cache, masked_dense_logits, tiny_model, tokens
 
-from headrace.engine.model_support import check_carry_on, specprefill_support
+from headrace.engine.model_support import check_carry_on, draft_mismatch, specprefill_support
 from headrace.engine.scoring import Scorer, default_layers
 from headrace.engine.seams import SeamError, explicit_positions
 from headrace.engine.selection import CoverageRule, SelectionRule
@@ -379,3 +379,22 @@ def test_seam_error_when_attention_is_not_seen() -> None:
     run = SparsePrefill(model, tokens(40), dense_cache(model, []), 0, SparsePlan(Scorer(model, (0,)), RULE))
     with pytest.raises(SeamError):
         run.step(100)
+
+
+def test_draft_mismatch_is_named() -> None:
+    """The same vocabulary and the same splits are needed; what differs is said."""
+
+    class Tokenizer:
+        def __init__(self, vocabulary: dict[str, int], extra: int = 0) -> None:
+            self._vocabulary, self._extra = vocabulary, extra
+
+        def get_vocab(self) -> dict[str, int]:
+            return self._vocabulary
+
+        def encode(self, text: str) -> list[int]:
+            return [len(text) + self._extra]
+
+    one, other = {"a": 0, "b": 1}, {"a": 0, "b": 2, "c": 1}
+    assert draft_mismatch(Tokenizer(one), Tokenizer(dict(one))) is None
+    assert "1 of 2" in str(draft_mismatch(Tokenizer(one), Tokenizer(other)))
+    assert "splits" in str(draft_mismatch(Tokenizer(one), Tokenizer(one, extra=1)))
