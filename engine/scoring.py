@@ -31,7 +31,7 @@ from .selection import Scores, smooth
 from .sparse_cache import arrays_of, has_keys, reading_copy
 
 DEFAULT_NUM_QUERIES = 16
-DEFAULT_POOL_TOKENS = 9
+DEFAULT_POOL_TOKENS = 17
 DEFAULT_BAND = (0.4, 0.55)
 MAX_SOFTMAX_ELEMENTS = 1 << 24
 """Most float32 elements of attention held at a time: 64 MiB."""

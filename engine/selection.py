@@ -30,9 +30,9 @@ class SelectionRule:
     """
 
     keep_pct: float = 0.3
-    chunk_tokens: int = 16
-    sink_tokens: int = 8
-    tail_tokens: int = 32
+    chunk_tokens: int = 8
+    sink_tokens: int = 4
+    tail_tokens: int = 24
 
     def __post_init__(self) -> None:
         if isinstance(self.keep_pct, bool) or not 0 < self.keep_pct <= 1:
