@@ -27,9 +27,9 @@ class EngineLoadError(Exception):
 class Engine(Protocol):
     """Continuous batching over one model.
 
-    Every submitted request gets exactly one `End`, from a later `step`; a request that cannot be served gets one
-    that says why. No method but `step` takes longer than a few milliseconds, and a step takes no longer than
-    one decode step plus one prefill chunk.
+    Every submitted request gets exactly one `End`, from a later `step`; one that cannot be served gets an
+    `End` that says why. No method but `step` takes longer than a few milliseconds, and a step takes no longer
+    than one decode step plus one prefill chunk.
     """
 
     @property

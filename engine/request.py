@@ -102,12 +102,17 @@ class Request:
                 "total_tokens": num_prompt + self.num_sent,
             },
             timings={
-                "queue_ms": queue_ms,
-                "score_ms": self.phase_ms.get("score"),
-                "prefill_ms": self.phase_ms.get("prefill"),
-                "ttft_ms": ttft_ms,
-                "decode_ms": decode_ms,
-                "tokens_per_s": tokens_per_s,
+                "queue_ms": _rounded(queue_ms),
+                "score_ms": _rounded(self.phase_ms.get("score")),
+                "prefill_ms": _rounded(self.phase_ms.get("prefill")),
+                "ttft_ms": _rounded(ttft_ms),
+                "decode_ms": _rounded(decode_ms),
+                "tokens_per_s": _rounded(tokens_per_s),
             },
             specprefill=self.specprefill,
         )
+
+
+def _rounded(value: float | None) -> float | None:
+    """Microseconds are enough for a client."""
+    return None if value is None else round(value, 3)

@@ -198,7 +198,7 @@ class Pool:
             model=name,
             max_tokens=self._config.default_max_tokens,
             temperature=self._config.default_temperature,
-            seed=secrets.randbits(63),
+            seed=secrets.randbits(53),  # what JavaScript can hold in a number
         )
         return self._groups[name], options
 

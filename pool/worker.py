@@ -91,6 +91,7 @@ def _set_up_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Its warnings are for people who train.
     with contextlib.suppress(OSError, RuntimeError):  # A parent without stderr has nothing to keep clean.
         os.dup2(2, 1)
         faulthandler.enable()
