@@ -106,6 +106,7 @@ class SparsePrefill:
         self._reader: PromptReader | None = None
         self._selection: Selection | None = None
         self._fill: KeptFill | None = None
+        self._carried_on = False
         self.cache: list[Any] = []
         if plan.rule.keep_pct == 1 and plan.coverage is None:
             self._choose(np.zeros(self._num_new, dtype=np.float32))
@@ -153,7 +154,7 @@ class SparsePrefill:
             score_ms=self._spent_ms["score"],
             prefill_ms=self._spent_ms["prefill"],
             draft=self._plan.scorer.name,
-            carried_on=self._plan.carry_on and not (everything and self._reader is None),
+            carried_on=self._carried_on,
             kept_ranges=() if chosen is None else tuple(chosen.ranges(self._num_cached)),
         )
 
@@ -179,7 +180,6 @@ class SparsePrefill:
         if self.done and self._fill is not None and self._selection is not None:
             delta = self._num_new - len(self._selection.indices)
             self.cache = [as_sparse(entry, delta) for entry in self._fill.cache]
-            self._reader = None
 
     def _start_reading(self) -> None:
         scorer = self._plan.scorer
@@ -206,10 +206,13 @@ class SparsePrefill:
         tokens = np.array(self._prompt[self._num_cached :], dtype=np.int32)[kept]
         if plan.carry_on and self._reader is not None:
             self._fill = self._carry_on(self._reader, tokens, kept)
+            self._carried_on = True
         else:
             cache = [working_copy(entry) for entry in self._given]
             self._fill = KeptFill(self._target, tokens, kept + self._num_cached, cache)
         self.cache = self._fill.cache
+        # Its keys of all M tokens are not needed any more.
+        self._reader = None
 
     def _carry_on(self, reader: PromptReader, tokens: Any, kept: Any) -> KeptFill:
         split, index = reader.last_layer, mx.array(kept, dtype=mx.int32)
