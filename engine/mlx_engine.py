@@ -21,7 +21,8 @@ from ..protocol.stream import cancelled_error, end_without_engine, specprefill_n
 from .config import EngineConfig
 from .interface import EngineLoadError, OnLoading
 from .loader import LoadedModel, LoadProgress, ModelLoadError, load_model
-from .prefill import ChunkSizer, DensePrefill, Turn, choose
+from .prefill import DensePrefill
+from .prefill_schedule import PrefillSchedule
 from .prompt import build_prompt
 from .prompt_cache import PromptCache
 from .request import Request
@@ -47,27 +48,16 @@ class MlxEngine:
             self._model,
             stop_tokens=[(token,) for token in sorted(self._tokenizer.eos_token_ids)],
             completion_batch_size=config.max_batch_size,
-            prefill_batch_size=1,
+            prefill_batch_size=config.max_batch_size,
         )
         self._prompt_cache = PromptCache(config.prompt_cache_entries, config.prompt_cache_bytes)
         self._waiting: deque[tuple[Submit, float]] = deque()
-        self._prefilling: list[Request] = []
         self._decoding: dict[int, Request] = {}
         self._cancels: dict[RequestId, CancelReason] = {}
-        self._prefill_tokens_total = 0
         self._cached_tokens_total = 0
         self._completion_tokens_total = 0
         self._steps_total = 0
-        tokens_per_s = self._warm_up()
-        self._sizers = {
-            phase: ChunkSizer(
-                config.chunk_target_ms / 1e3,
-                minimum=config.min_chunk_tokens,
-                maximum=config.max_chunk_tokens,
-                tokens_per_s=tokens_per_s,
-            )
-            for phase in ("score", "prefill")
-        }
+        self._prefills = PrefillSchedule(config, self._batch.stream, self._warm_up())
         self._info = EngineInfo(
             model=config.name,
             context_length=loaded.context_length,
@@ -121,21 +111,21 @@ class MlxEngine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._waiting or self._prefilling or self._decoding)
+        return bool(self._waiting or self._prefills.requests or self._decoding)
 
     @property
     def stats(self) -> EngineStats:
         """Gauges and counters as they stand now."""
-        scoring = sum(request.prefill.phase == "score" for request in self._prefilling)
+        scoring = sum(request.prefill.phase == "score" for request in self._prefills.requests)
         return EngineStats(
             waiting=len(self._waiting),
             scoring=scoring,
-            prefilling=len(self._prefilling) - scoring,
+            prefilling=len(self._prefills.requests) - scoring,
             decoding=len(self._decoding),
             prompt_cache_entries=self._prompt_cache.num_entries,
             prompt_cache_bytes=self._prompt_cache.nbytes,
             memory_bytes=mx.get_active_memory() + mx.get_cache_memory(),
-            prefill_tokens_total=self._prefill_tokens_total,
+            prefill_tokens_total=self._prefills.tokens_total,
             cached_tokens_total=self._cached_tokens_total,
             completion_tokens_total=self._completion_tokens_total,
             steps_total=self._steps_total,
@@ -150,14 +140,14 @@ class MlxEngine:
         self._cancels[rid] = reason
 
     def step(self) -> list[Event]:
-        """Let cancelled requests go, admit new ones, decode a token for each, read a chunk of one prompt."""
+        """Let cancelled requests go, admit new ones, decode a token for each, read prompts for a while."""
         events: list[Event] = []
         self._apply_cancels(events)
         self._admit(events)
         if self._decoding:
             self._decode(events)
-        if self._prefilling:
-            self._prefill_chunk(events)
+        if self._prefills.requests:
+            self._read_prompts()
         self._report_progress(events)
         self._steps_total += 1
         return events
@@ -175,8 +165,8 @@ class MlxEngine:
         for message, arrived_s in [entry for entry in self._waiting if entry[0].rid in cancels]:
             self._waiting.remove((message, arrived_s))
             events.append(self._end_unadmitted(message, arrived_s, cancels[message.rid]))
-        for request in [r for r in self._prefilling if r.rid in cancels]:
-            self._prefilling.remove(request)
+        for request in [r for r in self._prefills.requests if r.rid in cancels]:
+            self._prefills.requests.remove(request)
             self._keep_half_read(request)
             events.append(request.end("cancelled", reason=cancels[request.rid]))
         for request in [r for r in self._decoding.values() if r.rid in cancels]:
@@ -205,8 +195,8 @@ class MlxEngine:
     def _admit(self, events: list[Event]) -> None:
         while (
             self._waiting
-            and len(self._prefilling) < self._config.max_prefills
-            and len(self._prefilling) + len(self._decoding) < self._config.max_batch_size
+            and len(self._prefills.requests) < self._config.max_prefills
+            and len(self._prefills.requests) + len(self._decoding) < self._config.max_batch_size
         ):
             message, arrived_s = self._waiting.popleft()
             try:
@@ -214,7 +204,7 @@ class MlxEngine:
             except RequestError as error:
                 events.append(self._end_unadmitted(message, arrived_s, error))
                 continue
-            self._prefilling.append(request)
+            self._prefills.requests.append(request)
             request.last_progress_s = time.monotonic()
             events.append(request.progress())
             if message.options.echo:
@@ -275,52 +265,29 @@ class MlxEngine:
 
     # --- reading prompts ---
 
-    def _prefill_chunk(self, events: list[Event]) -> None:
-        """Read one chunk of the prompt whose turn it is; one that is complete joins the batch."""
-        now = time.monotonic()
-        turns = [
-            Turn(request.prefill.total - request.prefill.processed, now - request.arrived_s)
-            for request in self._prefilling
-        ]
-        request = self._prefilling[choose(turns, self._sizers["prefill"].tokens_per_s)]
-        prefill = request.prefill
-        if not prefill.done:
-            phase = prefill.phase
-            sizer = self._sizers[phase]
-            before = prefill.processed
-            size = sizer.num_tokens(others_wait=bool(self._decoding) or len(self._prefilling) > 1)
-            # The decode step under way is not part of the chunk's time.
-            mx.synchronize(self._batch.stream)
-            began_s = time.monotonic()
-            with mx.stream(self._batch.stream):
-                prefill.step(size)
-            ended_s = time.monotonic()
-            num_read = prefill.processed - before if prefill.phase == phase else size
-            sizer.record(num_read, ended_s - began_s)
-            self._prefill_tokens_total += num_read
-            if prefill.phase != phase or prefill.done:
-                request.phase_ms[phase] = (ended_s - request.phase_began_s) * 1e3
-                request.phase_began_s = ended_s
-        if prefill.done:
-            self._prefilling.remove(request)
-            self._start_decoding(request)
-            mx.clear_cache()
-
-    def _start_decoding(self, request: Request) -> None:
-        [uid] = self._batch.insert(
-            prompts=[request.prompt.tokens[-1:]],
-            max_tokens=[request.max_tokens],
-            caches=[request.prefill.cache],
-            all_tokens=[request.prompt.tokens[:-1]],
-            samplers=[request.sampler],
-            logits_processors=[request.processors],
+    def _read_prompts(self) -> None:
+        """Read prompts for one slice of time; the complete ones join the batch."""
+        complete = self._prefills.run(others_decode=bool(self._decoding))
+        if not complete:
+            return
+        # Rows join together in one step; the first one's caches decide how, and sparse ones know more.
+        complete.sort(key=lambda request: not request.specprefill["applied"])
+        uids = self._batch.insert(
+            prompts=[request.prompt.tokens[-1:] for request in complete],
+            max_tokens=[request.max_tokens for request in complete],
+            caches=[request.prefill.cache for request in complete],
+            all_tokens=[request.prompt.tokens[:-1] for request in complete],
+            samplers=[request.sampler for request in complete],
+            logits_processors=[request.processors for request in complete],
         )
-        request.uid = uid
-        self._decoding[uid] = request
+        for uid, request in zip(uids, complete, strict=True):
+            request.uid = uid
+            self._decoding[uid] = request
+        mx.clear_cache()
 
     def _report_progress(self, events: list[Event]) -> None:
         now = time.monotonic()
-        for request in self._prefilling:
+        for request in self._prefills.requests:
             if now - request.last_progress_s >= self._config.progress_interval_s:
                 request.last_progress_s = now
                 events.append(request.progress())

@@ -40,10 +40,10 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def new_engine(loaded):
-    """Return a factory; chunks are 16 tokens long, so that a prompt of 60 has several."""
+    """Return a factory; a slice is one chunk of 16 tokens, so that a prompt of 60 takes several."""
 
     def build(**config) -> MlxEngine:
-        defaults = {"max_chunk_tokens": 16, "progress_interval_s": 0.0, "max_batch_size": 8}
+        defaults = {"max_chunk_tokens": 16, "chunk_target_ms": 1e-3, "progress_interval_s": 0.0}
         return MlxEngine(EngineConfig(**(defaults | config)), loaded, 0.0)
 
     return build
