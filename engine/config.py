@@ -17,9 +17,14 @@ class SpecPrefillConfig:
     threshold: int = 8192
     draft_model: str = "self"
     """`self`: the target's own first layers; `none`: switched off; else a model's folder or hub name."""
-    chunk_tokens: int = 32
-    sink_tokens: int = 16
-    tail_tokens: int = 64
+    chunk_tokens: int = 8
+    """Tokens are kept or dropped in runs of this length."""
+    sink_tokens: int = 4
+    """First tokens of a prompt, always kept."""
+    tail_tokens: int = 24
+    """Last tokens, always kept: the end of the question and the start of the answer."""
+    keep_system_prompt: bool = False
+    """Keep a chat's system prompt whole."""
 
 
 @dataclass(frozen=True)

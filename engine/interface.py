@@ -50,6 +50,9 @@ class Engine(Protocol):
     def cancel(self, rid: RequestId, reason: CancelReason) -> None:
         """Let a request go at the next step; an unknown one is no error."""
 
+    def credit(self, rid: RequestId, tokens: int) -> None:
+        """Allow a request with a `window` so many more tokens; an unknown one is no error."""
+
     def step(self) -> list[Event]:
         """Do the next piece of work; return what happened, in order (possibly nothing)."""
 

@@ -13,21 +13,20 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..protocol.errors import ErrorCode, RequestError
+from ..protocol.errors import RequestError
 from ..protocol.frames import FinishReason, RequestId, TokenLogprob, TopLogprob
 from ..protocol.messages import CancelReason, End, EngineInfo, EngineStats, Event, Loading, Submit
-from ..protocol.options import ChatInput
-from ..protocol.stream import cancelled_error, end_without_engine, specprefill_not_run
+from ..protocol.stream import cancelled_error, end_without_engine
+from .admission import Admission
 from .config import EngineConfig
 from .interface import EngineLoadError, OnLoading
 from .loader import LoadedModel, LoadProgress, ModelLoadError, load_model
 from .prefill import DensePrefill
 from .prefill_schedule import PrefillSchedule
-from .prompt import build_prompt
 from .prompt_cache import PromptCache
 from .request import Request
-from .sampling import make_processors, make_sampler
-from .text import PRIMING_TOKENS, Answer, AnswerFormat, Detokenizer, Piece
+from .specprefill import SpecPrefill
+from .text import Piece
 
 WARM_UP_TOKENS = 32
 
@@ -38,12 +37,13 @@ class MlxEngine:
     Build it with `load`, and use it on the thread that loaded it: MLX arrays belong to a thread's stream.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, load_s: float) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, specprefill: SpecPrefill, load_s: float
+    ) -> None:
         self._config = config
         self._loaded = loaded
         self._model = loaded.model
         self._tokenizer = loaded.tokenizer
-        self._format = AnswerFormat(loaded.tokenizer)
         self._batch = BatchGenerator(
             self._model,
             stop_tokens=[(token,) for token in sorted(self._tokenizer.eos_token_ids)],
@@ -51,8 +51,12 @@ class MlxEngine:
             prefill_batch_size=config.max_batch_size,
         )
         self._prompt_cache = PromptCache(config.prompt_cache_entries, config.prompt_cache_bytes)
+        self._admission = Admission(
+            loaded, self._prompt_cache, specprefill, keep_system=config.specprefill.keep_system_prompt
+        )
         self._waiting: deque[tuple[Submit, float]] = deque()
         self._decoding: dict[int, Request] = {}
+        self._paused: dict[RequestId, Request] = {}
         self._cancels: dict[RequestId, CancelReason] = {}
         self._cached_tokens_total = 0
         self._completion_tokens_total = 0
@@ -63,7 +67,7 @@ class MlxEngine:
             context_length=loaded.context_length,
             vocab_size=loaded.vocab_size,
             chat=bool(self._tokenizer.has_chat_template),
-            specprefill={"supported": False, "reason": "disabled", "draft": None},
+            specprefill=specprefill.ability,
             device=str(mx.default_device().type).rsplit(".", 1)[-1],
             dtype=str(loaded.dtype).rsplit(".", 1)[-1],
             num_parameters=loaded.num_parameters,
@@ -85,10 +89,11 @@ class MlxEngine:
 
         try:
             loaded = load_model(config.model, dequantize=config.dequantize, on_progress=report)
+            on_loading(Loading("warm up", 0, None, "tokens"))
+            specprefill = SpecPrefill.load(config.specprefill, loaded, report)
         except ModelLoadError as error:
             raise EngineLoadError(str(error)) from error
-        on_loading(Loading("warm up", 0, None, "tokens"))
-        return cls(config, loaded, time.monotonic() - began_s)
+        return cls(config, loaded, specprefill, time.monotonic() - began_s)
 
     def _warm_up(self) -> float:
         """Run the model once, so that no request pays for it; return its prefill speed in tokens/s."""
@@ -122,6 +127,7 @@ class MlxEngine:
             scoring=scoring,
             prefilling=len(self._prefills.requests) - scoring,
             decoding=len(self._decoding),
+            paused=len(self._paused),
             prompt_cache_entries=self._prompt_cache.num_entries,
             prompt_cache_bytes=self._prompt_cache.nbytes,
             memory_bytes=mx.get_active_memory() + mx.get_cache_memory(),
@@ -138,6 +144,18 @@ class MlxEngine:
     def cancel(self, rid: RequestId, reason: CancelReason) -> None:
         """Let a request go at the next step."""
         self._cancels[rid] = reason
+
+    def credit(self, rid: RequestId, tokens: int) -> None:
+        """Allow a request with a `window` so many more tokens."""
+        request = self._paused.pop(rid, None)
+        if request is None:
+            for request in (*self._prefills.requests, *self._decoding.values()):
+                if request.rid == rid and request.credit is not None:
+                    request.credit += tokens
+            return
+        request.credit = tokens
+        self._admission.prepare_again(request)
+        self._prefills.requests.append(request)
 
     def step(self) -> list[Event]:
         """Let cancelled requests go, admit new ones, decode a token for each, read prompts for a while."""
@@ -170,14 +188,17 @@ class MlxEngine:
             self._keep_half_read(request)
             events.append(request.end("cancelled", reason=cancels[request.rid]))
         for request in [r for r in self._decoding.values() if r.rid in cancels]:
-            self._release_decoding(request)
+            self._take_out(request)
+            events.append(request.end("cancelled", reason=cancels[request.rid]))
+        for request in [r for r in self._paused.values() if r.rid in cancels]:
+            del self._paused[request.rid]
             events.append(request.end("cancelled", reason=cancels[request.rid]))
 
     def _keep_half_read(self, request: Request) -> None:
         """Keep what was read of a cancelled prompt: clients that cancel often ask again."""
         if isinstance(request.prefill, DensePrefill):
             num_read = request.num_cached + request.prefill.processed
-            self._store(request, request.prompt.tokens[:num_read], request.prefill.cache)
+            self._store(request, request.tokens[:num_read], request.prefill.cache)
 
     def _end_unadmitted(self, message: Submit, arrived_s: float, why: CancelReason | RequestError) -> End:
         """Return the end of a request that was cancelled in line, or cannot be served at all."""
@@ -200,68 +221,26 @@ class MlxEngine:
         ):
             message, arrived_s = self._waiting.popleft()
             try:
-                request = self._prepare(message, arrived_s)
+                request = self._admission.prepare(message, arrived_s)
             except RequestError as error:
                 events.append(self._end_unadmitted(message, arrived_s, error))
                 continue
+            if (finish := self._already_finished(request)) is not None:
+                self._finish(request, Piece(), [], 0, finish, events)
+                continue
+            self._cached_tokens_total += request.num_cached
             self._prefills.requests.append(request)
             request.last_progress_s = time.monotonic()
             events.append(request.progress())
-            if message.options.echo:
+            if message.options.echo and not message.generated:
                 events += request.emit(Piece(request.prompt.text), [], 0)
 
-    def _prepare(self, message: Submit, arrived_s: float) -> Request:
-        """Return a request that is ready to be prefilled, or raise what is wrong with it."""
-        options = message.options
-        prompt = build_prompt(self._tokenizer, message.input, self._loaded.vocab_size)
-        max_tokens = self._token_limit(message, len(prompt.tokens))
-        processors = make_processors(options, self._loaded.vocab_size)
-        cache, num_cached = None, 0
-        if options.cache_prompt:
-            cache, num_cached = self._prompt_cache.fetch(message.tenant, prompt.tokens)
-        if cache is None:
-            cache = make_prompt_cache(self._model)
-        self._cached_tokens_total += num_cached
-        now = time.monotonic()
-        return Request(
-            message=message,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            sampler=make_sampler(options, self._loaded.vocab_size),
-            processors=processors,
-            answer=Answer(
-                Detokenizer(self._tokenizer, prompt.tokens[-PRIMING_TOKENS:]),
-                self._format,
-                stops=options.stop,
-                starts_in=prompt.starts_in,
-                tools=prompt.tools,
-                call_id_prefix=f"call_{message.rid}_",
-            ),
-            prefill=DensePrefill(self._model, prompt.tokens[num_cached:-1], cache),
-            num_cached=num_cached,
-            specprefill=specprefill_not_run(options, "disabled", len(prompt.tokens)),
-            arrived_s=arrived_s,
-            admitted_s=now,
-            phase_began_s=now,
-        )
-
-    def _token_limit(self, message: Submit, num_prompt: int) -> int:
-        """Return how many tokens a request may generate.
-
-        Raises:
-            RequestError: the prompt, or the prompt and the limit asked for, do not fit the context.
-        """
-        context = self._loaded.context_length
-        limit = message.options.max_tokens or context
-        room = context - num_prompt
-        if room < 1 or (limit > room and not message.max_tokens_is_default):
-            field_name = "messages" if isinstance(message.input, ChatInput) else "prompt"
-            raise RequestError(
-                ErrorCode.CONTEXT_TOO_LONG,
-                f"{num_prompt} prompt tokens and max_tokens {limit} do not fit a context of {context} tokens",
-                param=field_name if room < 1 else "max_tokens",
-            )
-        return min(limit, room)
+    def _already_finished(self, request: Request) -> FinishReason | None:
+        """Return how a request ended whose last token came from an engine that died before it said so."""
+        generated = request.generated
+        if generated and (request.answer.stopped or generated[-1] in self._tokenizer.eos_token_ids):
+            return "stop"
+        return "length" if len(generated) >= request.max_tokens else None
 
     # --- reading prompts ---
 
@@ -273,10 +252,10 @@ class MlxEngine:
         # Rows join together in one step; the first one's caches decide how, and sparse ones know more.
         complete.sort(key=lambda request: not request.specprefill["applied"])
         uids = self._batch.insert(
-            prompts=[request.prompt.tokens[-1:] for request in complete],
-            max_tokens=[request.max_tokens for request in complete],
+            prompts=[request.tokens[-1:] for request in complete],
+            max_tokens=[request.max_tokens - len(request.generated) for request in complete],
             caches=[request.prefill.cache for request in complete],
-            all_tokens=[request.prompt.tokens[:-1] for request in complete],
+            all_tokens=[request.tokens[:-1] for request in complete],
             samplers=[request.sampler for request in complete],
             logits_processors=[request.processors for request in complete],
         )
@@ -304,28 +283,52 @@ class MlxEngine:
                 continue
             if request.first_token_s is None:
                 request.first_token_s = now
+            request.generated.append(response.token)
             self._completion_tokens_total += 1
             is_end_token = response.finish_reason == "stop"
             piece = Piece() if is_end_token else request.answer.push(response.token)
             logprobs = self._logprobs(request, response)
             finish: FinishReason | None = response.finish_reason
-            if finish is None and request.answer.stopped:
-                finish = "stop"
-            if finish is None:
-                events += request.emit(piece, logprobs, 1)
-                continue
-            piece += request.answer.finish()
-            events += request.emit(piece, logprobs, 1, last=True)
-            if response.finish_reason is None:
-                self._release_decoding(request)
-            else:
+            if finish is not None:
                 del self._decoding[request.uid]
                 self._store(request, response.all_tokens, response.prompt_cache)
-            if finish == "stop" and request.answer.num_tool_calls:
-                finish = "tool_calls"
-            events.append(request.end("completed", finish=finish))
+            elif request.answer.stopped:
+                finish = "stop"
+                self._take_out(request)
+            if finish is not None:
+                self._finish(request, piece, logprobs, 1, finish, events)
+                continue
+            if request.credit is not None:
+                request.credit -= 1
+            pauses = request.credit is not None and request.credit <= 0
+            events += request.emit(piece, logprobs, 1, last=pauses)
+            if pauses:
+                self._pause(request)
 
-    def _release_decoding(self, request: Request) -> None:
+    def _finish(
+        self,
+        request: Request,
+        piece: Piece,
+        logprobs: list[TokenLogprob],
+        num_tokens: int,
+        finish: FinishReason,
+        events: list[Event],
+    ) -> None:
+        """End a request that is complete and no longer held anywhere."""
+        piece += request.answer.finish()
+        events += request.emit(piece, logprobs, num_tokens, last=True)
+        if finish == "stop" and request.answer.num_tool_calls:
+            finish = "tool_calls"
+        events.append(request.end("completed", finish=finish))
+
+    def _pause(self, request: Request) -> None:
+        """Take a request out of the batch until its client allows more tokens."""
+        del self._decoding[request.uid]
+        cache, tokens = self._batch.remove([request.uid], return_prompt_caches=True)[request.uid]
+        self._admission.hold(request, tokens, cache)
+        self._paused[request.rid] = request
+
+    def _take_out(self, request: Request) -> None:
         """Take a request out of the batch before the batch would let it go."""
         del self._decoding[request.uid]
         caches = self._batch.remove([request.uid], return_prompt_caches=request.may_store)

@@ -109,6 +109,7 @@ class PrefillSchedule:
             if not request.prefill.done:
                 self._read_chunk(request, sizer, left_s)
             if request.prefill.done:
+                request.prefill_complete()
                 self.requests.remove(request)
                 complete.append(request)
             if deadline_s - time.monotonic() < sizer.shortest_s:
@@ -127,12 +128,18 @@ class PrefillSchedule:
         prefill = request.prefill
         phase, before, size = prefill.phase, prefill.processed, sizer.num_tokens(seconds)
         began_s = time.monotonic()
-        with mx.stream(self._stream):
-            prefill.step(size)
+        try:
+            with mx.stream(self._stream):
+                prefill.step(size)
+        except Exception as error:
+            request.prefill_failed(error)
+            return
         ended_s = time.monotonic()
-        num_read = prefill.processed - before if prefill.phase == phase else size
-        sizer.record(num_read, ended_s - began_s)
-        self.tokens_total += num_read
+        if prefill.phase == phase and prefill.processed - before >= size:
+            # `size` is in tokens of a dense prefill, whatever share of the layers the chunk ran.
+            sizer.record(size, ended_s - began_s)
+        if prefill.phase == phase:
+            self.tokens_total += prefill.processed - before
         if prefill.phase != phase or prefill.done:
             request.phase_ms[phase] = (ended_s - request.phase_began_s) * 1e3
             request.phase_began_s = ended_s

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
@@ -100,6 +101,20 @@ def _chat(tokenizer: TokenizerWrapper, request: ChatInput) -> Prompt:
     if not tokens:
         raise RequestError(ErrorCode.INVALID_PARAM, "messages: have no tokens", param="messages")
     return Prompt(tokens, "", _initial_state(tokenizer, tokens), tools)
+
+
+def system_prompt_tokens(tokenizer: TokenizerWrapper, request: ChatInput, prompt: Prompt) -> int:
+    """Return how many of a prompt's first tokens are its system prompt: 0 if it has none of its own."""
+    if request.messages[0].role not in ("system", "developer"):
+        return 0
+    try:
+        alone = tokenizer.apply_chat_template(
+            [_message(0, request.messages[0])], add_generation_prompt=False, tokenize=True
+        )
+    except Exception:  # a template may want more than a system prompt
+        return 0
+    pairs = zip(alone, prompt.tokens, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:

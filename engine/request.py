@@ -1,15 +1,22 @@
 """One request inside the engine: what is known of it, and the events that tell its story."""
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..protocol.frames import FinishReason, RequestId, SpecPrefillReport, Status, TokenLogprob
 from ..protocol.messages import CancelReason, Delta, End, Progress, Submit
-from ..protocol.stream import cancelled_error
+from ..protocol.stream import cancelled_error, specprefill_not_run
 from .prefill import Prefill
 from .prompt import Prompt
 from .sampling import LogitsProcessor, Sampler
+from .sparse_prefill import SparsePrefill
+from .specprefill import FAILED, report_of
 from .text import Answer, Piece
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -23,11 +30,19 @@ class Request:
     processors: list[LogitsProcessor]
     answer: Answer
     prefill: Prefill
+    dense_again: Callable[[], Prefill]
+    """Starts over densely, on the cache as it was: for a sparse prefill that failed."""
     num_cached: int
     specprefill: SpecPrefillReport
     arrived_s: float
     admitted_s: float
     phase_began_s: float
+    generated: list[int] = field(default_factory=list)
+    """All tokens of the answer so far, those of earlier engines included."""
+    credit: int | None = None
+    """Tokens that may come before the client allows more; None: no limit."""
+    held_cache: list[Any] | None = None
+    """While paused: the cache of all tokens but the last."""
     phase_ms: dict[str, float] = field(default_factory=dict)
     last_progress_s: float = 0.0
     uid: int = -1
@@ -48,6 +63,29 @@ class Request:
         """Whether the request's cache may serve later ones. A sparse one never may: it lacks tokens."""
         return self.message.options.cache_prompt and not self.specprefill["applied"]
 
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.prompt.tokens + self.generated
+
+    def prefill_failed(self, error: Exception) -> None:
+        """Start over densely. Nothing was sent yet, so the client only finds it in the report.
+
+        Raises:
+            Exception: the error itself, if the prefill was dense: a model that cannot read is no use.
+        """
+        if not isinstance(self.prefill, SparsePrefill):
+            raise error
+        logger.error("SpecPrefill failed, going on densely: %s", error, exc_info=error)
+        self.prefill = self.dense_again()
+        options, num_prompt = self.message.options, len(self.prompt.tokens)
+        self.specprefill = specprefill_not_run(options, FAILED, num_prompt, self.num_cached)
+
+    def prefill_complete(self) -> None:
+        """Note what became of the prompt."""
+        if isinstance(self.prefill, SparsePrefill):
+            self.specprefill = report_of(self.message.options, self.prefill)
+
     def progress(self) -> Progress:
         """Return how far the prompt has been read."""
         prefill = self.prefill
@@ -67,7 +105,8 @@ class Request:
 
         With the last piece all tokens go out, also those without any text.
         """
-        delta = Delta(self.rid, piece.text, num_tokens, piece.reasoning, piece.tool_calls, logprobs)
+        tokens = self.generated[len(self.generated) - num_tokens :]
+        delta = Delta(self.rid, piece.text, num_tokens, piece.reasoning, piece.tool_calls, logprobs, tokens)
         if self.held is not None:
             self.held.merge(delta)
             delta, self.held = self.held, None

@@ -190,7 +190,7 @@ def _path(loc: tuple[int | str, ...]) -> str | None:
 
 # --- server to client ---------------------------------------------------------------------------------------
 
-Phase = Literal["load", "queue", "score", "prefill"]
+Phase = Literal["load", "queue", "recover", "score", "prefill"]
 Status = Literal["completed", "cancelled", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -321,17 +321,23 @@ class Timings(TypedDict):
 
 
 class SpecPrefillReport(TypedDict):
-    """What became of the request's SpecPrefill fields. `reason` says why when it was not applied."""
+    """What became of the request's SpecPrefill fields. `reason` says why when it was not applied.
+
+    `kept_tokens` of the `uncached_tokens` were prefilled: all of them when it was not applied.
+    """
 
     requested: bool | None
     applied: bool
     reason: str | None
     keep_pct: float | None
     prompt_tokens: int
+    uncached_tokens: int
     kept_tokens: int
     score_ms: float | None
     prefill_ms: float | None
     draft: str | None
+    kept_ranges: NotRequired[list[list[int]]]
+    """Half-open, in the prompt: only with `specprefill_debug`."""
 
 
 class AssistantMessage(TypedDict):

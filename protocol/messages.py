@@ -1,7 +1,7 @@
 """Messages between the gateway's process and an engine process, one JSON array each: `[tag, fields]`.
 
-Down: `Submit`, `Cancel`, `Stop`. Up: `Loading`, then `Ready` or `LoadFailed`, then a `Step` after every
-engine step in which anything happened. The events in a `Step` belong to requests; the pool passes them on.
+Down: `Submit`, `Cancel`, `Credit`, `Stop`. Up: `Loading`, then `Ready` or `LoadFailed`, then a `Step` after
+every engine step in which anything happened. The events in it belong to requests; the pool passes them on.
 Both ends are the same installation, so there is no versioning; a message that does not decode is a bug.
 """
 
@@ -54,16 +54,17 @@ class Delta:
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """The ids of the `n` tokens: what another engine needs to go on. Never sent to a client."""
 
     def merge(self, later: "Delta") -> None:
-        """Take a later delta of the same request into this one."""
+        """Take a later delta of the same request into this one, which belongs to the caller alone."""
         self.text += later.text
         self.n += later.n
         self.reasoning += later.reasoning
-        if later.tool_calls:
-            self.tool_calls = [*self.tool_calls, *later.tool_calls]
-        if later.logprobs:
-            self.logprobs = [*self.logprobs, *later.logprobs]
+        self.tool_calls += later.tool_calls
+        self.logprobs += later.logprobs
+        self.tokens += later.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ class Submit:
     """Start a request. `options` are resolved; `tenant` separates prompt caches; `queue_ms` was its wait.
 
     `max_tokens_is_default`: the client named no limit, so the engine may lower it to what the context holds.
+    `generated`: tokens that an earlier engine made and the client has: go on after them.
+    `credit`: how many tokens may come before the first `Credit`; None: as many as there are.
     """
 
     TAG: ClassVar = "submit"
@@ -100,6 +103,8 @@ class Submit:
     tenant: str
     queue_ms: float
     max_tokens_is_default: bool = False
+    generated: list[int] = field(default_factory=list)
+    credit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +117,22 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Credit:
+    """Allow a request that was sent with `window` so many more tokens. An unknown rid is no error."""
+
+    TAG: ClassVar = "credit"
+    rid: RequestId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Exit now. Requests that still run end without an `End`: the sender has seen to them."""
 
     TAG: ClassVar = "stop"
 
 
-Command = Submit | Cancel | Stop
+Command = Submit | Cancel | Credit | Stop
 
 # --- up the pipe --------------------------------------------------------------------------------------------
 
@@ -171,13 +185,15 @@ class LoadFailed:
 class EngineStats:
     """Gauges and counters of an engine, sent along with every `Step`.
 
-    The first four are requests in each phase and return to zero when nothing runs; `*_total` only grow.
+    The first five are requests in each phase and return to zero when nothing runs; `*_total` only grow.
     """
 
     waiting: int = 0
     scoring: int = 0
     prefilling: int = 0
     decoding: int = 0
+    paused: int = 0
+    """Out of the batch until their clients give credit."""
     prompt_cache_entries: int = 0
     prompt_cache_bytes: int = 0
     memory_bytes: int = 0
@@ -189,7 +205,7 @@ class EngineStats:
     @property
     def in_flight(self) -> int:
         """Requests that the engine holds."""
-        return self.waiting + self.scoring + self.prefilling + self.decoding
+        return self.waiting + self.scoring + self.prefilling + self.decoding + self.paused
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +239,13 @@ def encode_command(command: Command) -> bytes:
                 "tenant": command.tenant,
                 "queue_ms": command.queue_ms,
                 "max_tokens_is_default": command.max_tokens_is_default,
+                "generated": command.generated,
+                "credit": command.credit,
             }
         case Cancel():
             fields = {"rid": command.rid, "reason": command.reason}
+        case Credit():
+            fields = {"rid": command.rid, "tokens": command.tokens}
         case Stop():
             pass
     return orjson.dumps([command.TAG, fields])
@@ -244,9 +264,13 @@ def decode_command(data: bytes) -> Command:
                 fields["tenant"],
                 fields["queue_ms"],
                 fields["max_tokens_is_default"],
+                fields["generated"],
+                fields["credit"],
             )
         case Cancel.TAG:
             return Cancel(**fields)
+        case Credit.TAG:
+            return Credit(**fields)
         case Stop.TAG:
             return Stop()
     raise ValueError(f"unknown command {tag!r}")

@@ -96,6 +96,7 @@ class GenerationOptions(BaseModel):
     echo: bool = False
     specprefill: StrictBool | None = None
     specprefill_keep_pct: Annotated[Number, Field(gt=0, le=1)] | None = None
+    specprefill_debug: bool = False
     cache_prompt: bool = True
     timeout_ms: Annotated[int, Field(ge=1, le=86_400_000)] | None = None
     flush_ms: Annotated[int, Field(ge=0, le=1_000)] = 0
@@ -127,7 +128,16 @@ class GenerationOptions(BaseModel):
         if isinstance(logprobs, int) and not isinstance(logprobs, bool):
             data["logprobs"] = True
             data.setdefault("top_logprobs", logprobs)
-        for name in ("stop", "stream", "logprobs", "top_logprobs", "echo", "cache_prompt", *_NULL_IS_DEFAULT):
+        for name in (
+            "stop",
+            "stream",
+            "logprobs",
+            "top_logprobs",
+            "echo",
+            "specprefill_debug",
+            "cache_prompt",
+            *_NULL_IS_DEFAULT,
+        ):
             if name in data and data[name] is None:
                 del data[name]
         return data

@@ -255,7 +255,9 @@ def cancelled_error(reason: CancelReason) -> ErrorBody | None:
     return HeadraceError(code, message).body()
 
 
-def specprefill_not_run(options: GenerationOptions, reason: str, prompt_tokens: int) -> SpecPrefillReport:
+def specprefill_not_run(
+    options: GenerationOptions, reason: str, prompt_tokens: int, cached_tokens: int = 0
+) -> SpecPrefillReport:
     """Return the report of a request whose prompt was, or would have been, read densely."""
     return {
         "requested": options.specprefill,
@@ -263,7 +265,8 @@ def specprefill_not_run(options: GenerationOptions, reason: str, prompt_tokens: 
         "reason": reason,
         "keep_pct": options.specprefill_keep_pct,
         "prompt_tokens": prompt_tokens,
-        "kept_tokens": prompt_tokens,
+        "uncached_tokens": prompt_tokens - cached_tokens,
+        "kept_tokens": prompt_tokens - cached_tokens,
         "score_ms": None,
         "prefill_ms": None,
         "draft": None,
@@ -309,5 +312,5 @@ def end_without_engine(
         error=error,
         usage=usage,
         timings=no_timings(queue_ms),
-        specprefill=specprefill_not_run(options, reason, prompt_tokens),
+        specprefill=specprefill_not_run(options, reason, prompt_tokens, cached_tokens),
     )

@@ -8,9 +8,10 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from tiny_models import tiny_model
 
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, SpecPrefillConfig
 from headrace.engine.loader import LoadedModel
 from headrace.engine.mlx_engine import MlxEngine
+from headrace.engine.specprefill import SpecPrefill
 from headrace.protocol.frames import RequestId
 from headrace.protocol.messages import Delta, End, Progress, Submit
 from headrace.protocol.options import ChatInput, CompletionInput, GenerationOptions
@@ -44,12 +45,22 @@ def new_engine(loaded):
 
     def build(**config) -> MlxEngine:
         defaults = {"max_chunk_tokens": 16, "chunk_target_ms": 1e-3, "progress_interval_s": 0.0}
-        return MlxEngine(EngineConfig(**(defaults | config)), loaded, 0.0)
+        config_ = EngineConfig(**(defaults | config))
+        return MlxEngine(config_, loaded, SpecPrefill.load(config_.specprefill, loaded, lambda p: None), 0.0)
 
     return build
 
 
-def submit(engine, rid: str, prompt, tenant: str = "", default_limit: bool = False, **options) -> None:
+def submit(
+    engine,
+    rid: str,
+    prompt,
+    tenant: str = "",
+    default_limit: bool = False,
+    generated=(),
+    credit=None,
+    **options,
+) -> None:
     fields = {"max_tokens": 12, "temperature": 0.0, "seed": 1, "logit_bias": NO_END} | options
     request = (
         ChatInput.model_validate({"messages": [{"role": "user", "content": prompt[0]}]})
@@ -57,7 +68,9 @@ def submit(engine, rid: str, prompt, tenant: str = "", default_limit: bool = Fal
         else CompletionInput(prompt=prompt)
     )
     options_ = GenerationOptions(**fields)
-    engine.submit(Submit(RequestId(rid), request, options_, tenant, 0.0, max_tokens_is_default=default_limit))
+    engine.submit(
+        Submit(RequestId(rid), request, options_, tenant, 0.0, default_limit, list(generated), credit)
+    )
 
 
 def run(engine, events=None, until=lambda events: False) -> list:
@@ -74,10 +87,15 @@ def text(events, rid: str) -> str:
     return "".join(e.text for e in events if isinstance(e, Delta) and e.rid == rid)
 
 
+def tokens_of(events, rid: str) -> list[int]:
+    return [token for e in events if isinstance(e, Delta) and e.rid == rid for token in e.tokens]
+
+
 def end(events, rid: str) -> End:
     [found] = [e for e in events if isinstance(e, End) and e.rid == rid]
     assert [e for e in events if e.rid == rid][-1] is found, "nothing comes after the end"
     carried = sum(e.n for e in events if isinstance(e, Delta) and e.rid == rid)
+    assert len(tokens_of(events, rid)) == carried
     assert found.usage["completion_tokens"] == carried
     assert found.usage["total_tokens"] == found.usage["prompt_tokens"] + carried
     return found
@@ -386,6 +404,238 @@ def test_the_prompt_cache_keeps_to_its_bytes(new_engine):
         run(engine)
         assert engine.stats.prompt_cache_bytes <= bound
     assert engine.stats.prompt_cache_entries > 0
+
+
+# --- going on with a stream ---
+
+KINDS = [
+    {},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "presence_penalty": 0.7, "stop": ["zz"]},
+    {"temperature": 0.8, "seed": 7, "logprobs": True, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_engine_goes_on_where_one_died(new_engine, kind):
+    """After any token that the client has: the rest of the text is that of the undisturbed run."""
+    engine = new_engine()
+    submit(engine, "a", "hello there", max_tokens=20, **kind)
+    whole = run(engine)
+    deltas = [e for e in whole if isinstance(e, Delta)]
+    for cut in range(1, len(deltas)):
+        sent = [token for e in deltas[:cut] for token in e.tokens]
+        submit(engine, "b", "hello there", max_tokens=20, generated=sent, cache_prompt=False, **kind)
+        rest = run(engine)
+        assert text(deltas[:cut], "a") + text(rest, "b") == text(whole, "a")
+        [last] = [e for e in rest if isinstance(e, End)]
+        assert last.usage == end(whole, "a").usage | {"cached_tokens": 0}
+        assert last.finish_reason == end(whole, "a").finish_reason
+
+
+@pytest.mark.parametrize("why", ["length", "end token", "stop string"])
+def test_an_answer_that_was_complete_only_ends(new_engine, why):
+    """An engine that died between the last token and the end."""
+    engine = new_engine()
+    generated = {"length": [65] * 12, "end token": [65, END_TOKEN], "stop string": [65, 66]}[why]
+    stop = [engine._tokenizer.decode(generated)] if why == "stop string" else []
+    submit(engine, "a", "hello", generated=generated, stop=stop)
+    last = next(e for e in run(engine) if isinstance(e, End))
+    assert last.finish_reason == ("length" if why == "length" else "stop")
+    assert last.usage["completion_tokens"] == len(generated)
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_stream_pauses_without_credit_and_goes_on_with_it(new_engine, kind):
+    """Its place in the batch is free meanwhile, and its text is the same in the end."""
+    engine = new_engine(max_batch_size=1)
+    submit(engine, "free", "hello there", max_tokens=20, **kind)
+    undisturbed = text(run(engine), "free")
+    submit(engine, "a", "hello there", max_tokens=20, credit=3, **kind)
+    events = run(engine)
+    assert len(tokens_of(events, "a")) == 3
+    assert (engine.stats.paused, engine.stats.decoding, engine.busy) == (1, 0, False)
+    submit(engine, "other", "somebody else", max_tokens=5)
+    assert text(run(engine), "other")
+    for allowed in (1, 7, 100):
+        engine.credit(RequestId("a"), allowed)
+        run(engine, events)
+    assert text(events, "a") == undisturbed
+    assert end(events, "a").finish_reason == "length"
+    assert idle(engine)
+
+
+def test_a_paused_stream_can_be_cancelled(new_engine):
+    """And leaves nothing."""
+    engine = new_engine()
+    submit(engine, "a", "hello", credit=2)
+    events = run(engine)
+    engine.cancel(RequestId("a"), "client")
+    assert end(events + engine.step(), "a").status == "cancelled"
+    assert idle(engine)
+
+
+# --- SpecPrefill ---
+
+
+def ends(engine, **requests) -> dict[str, End]:
+    """Run requests in one batch, given by their options; return their ends."""
+    for rid, options in requests.items():
+        submit(engine, rid, LONG, **options)
+    events = run(engine)
+    return {rid: end(events, rid) for rid in requests}
+
+
+LONG = [token % 250 for token in range(7, 407)]
+SPARSE = {"specprefill": True, "cache_prompt": False}
+
+
+def test_the_fields_mean_the_same_in_every_row_of_the_table(new_engine):
+    """Nothing said, true, false and a rate of one's own, under each of the server's switches."""
+    for enabled, threshold in ((False, 0), (True, 0), (True, 10_000)):
+        engine = new_engine(specprefill=SpecPrefillConfig(enabled=enabled, threshold=threshold, keep_pct=0.4))
+        got = ends(
+            engine,
+            silent={"cache_prompt": False},
+            null={"cache_prompt": False, "specprefill": None},
+            on=SPARSE,
+            off={"cache_prompt": False, "specprefill": False, "specprefill_keep_pct": 0.2},
+            rate=SPARSE | {"specprefill_keep_pct": 0.2},
+        )
+        reports = {rid: last.specprefill for rid, last in got.items()}
+        by_default = enabled and threshold < len(LONG)
+        reason = None if by_default else "below_threshold" if enabled else "disabled"
+        for rid in ("silent", "null"):
+            assert (reports[rid]["applied"], reports[rid]["reason"]) == (by_default, reason)
+        assert (reports["off"]["applied"], reports["off"]["reason"]) == (False, "off_by_request")
+        assert reports["off"]["kept_tokens"] == reports["off"]["uncached_tokens"] == len(LONG)
+        for rid, rate in (("on", 0.4), ("rate", 0.2)):
+            assert reports[rid]["applied"]
+            assert reports[rid]["keep_pct"] == rate
+            assert abs(reports[rid]["kept_tokens"] - rate * len(LONG)) <= 8
+
+
+@pytest.mark.parametrize("draft", ["none"])
+def test_without_a_draft_model_it_is_dense_and_says_so(new_engine, draft):
+    """Whoever asks for it is told; who doesn't is not bothered."""
+    engine = new_engine(specprefill=SpecPrefillConfig(draft_model=draft))
+    got = ends(engine, on=SPARSE, silent={"cache_prompt": False})
+    assert got["on"].specprefill["reason"] == "no_draft_model"
+    assert got["silent"].specprefill["reason"] == "disabled"
+    assert not engine.info.specprefill["supported"]
+
+
+def test_sparse_and_dense_requests_in_one_batch_get_what_each_gets_alone(new_engine):
+    """Whoever is beside them."""
+    kinds = {
+        "dense": {"cache_prompt": False},
+        "sparse": SPARSE | {"specprefill_keep_pct": 0.3},
+        "sparser": SPARSE | {"specprefill_keep_pct": 0.15, "temperature": 0.8, "seed": 3},
+        "seeded": {"cache_prompt": False, "temperature": 0.8, "seed": 3},
+    }
+    alone = {}
+    for rid, options in kinds.items():
+        engine = new_engine()
+        submit(engine, rid, LONG, **options)
+        alone[rid] = text(run(engine), rid)
+    for order in (list(kinds), list(reversed(kinds))):
+        engine = new_engine(chunk_target_ms=1e3)
+        for rid in order:
+            submit(engine, rid, LONG, **kinds[rid])
+        together = run(engine)
+        assert {rid: text(together, rid) for rid in alone} == alone
+    assert alone["dense"] != alone["sparse"]
+
+
+def test_a_sparse_request_leaves_no_trace_in_the_prompt_cache(new_engine):
+    """The next turn is what a server without SpecPrefill gives."""
+    engine, plain = new_engine(), new_engine()
+    submit(engine, "one", LONG, specprefill=True, specprefill_keep_pct=0.3)
+    assert end(run(engine), "one").specprefill["applied"]
+    assert engine.stats.prompt_cache_entries == 0
+    for subject in (engine, plain):
+        submit(subject, "two", [*LONG, 1, 2, 3])
+    assert text(run(engine), "two") == text(run(plain), "two")
+
+
+def test_only_the_uncached_part_is_thinned(new_engine):
+    """Behind a dense cached prefix the rate applies to what is new."""
+    engine = new_engine()
+    submit(engine, "warm", LONG[:200])
+    run(engine)
+    submit(engine, "a", LONG, specprefill=True, specprefill_keep_pct=0.25, specprefill_debug=True)
+    last = end(run(engine), "a")
+    report, cached = last.specprefill, last.usage["cached_tokens"]
+    assert cached >= 198
+    assert report["uncached_tokens"] == len(LONG) - cached
+    assert abs(report["kept_tokens"] - 0.25 * report["uncached_tokens"]) <= 8
+    assert report["kept_ranges"][0][0] >= cached
+    assert sum(stop - start for start, stop in report["kept_ranges"]) == report["kept_tokens"]
+
+
+def test_a_prompt_that_is_cached_whole_needs_no_prefill(new_engine):
+    """And the reason says so."""
+    engine = new_engine()
+    submit(engine, "warm", [*LONG, 9])
+    run(engine)
+    submit(engine, "a", [*LONG, 9][:-1], specprefill=True)
+    assert end(run(engine), "a").specprefill["reason"] in ("prompt_cached", "kept_everything")
+
+
+def test_scoring_is_a_phase_that_can_be_cancelled(new_engine):
+    """Within one chunk, and nothing stays behind."""
+    engine = new_engine()
+    submit(engine, "a", LONG, **SPARSE)
+    events = run(engine, until=lambda ev: any(isinstance(e, Progress) and e.phase == "score" for e in ev))
+    assert engine.stats.scoring == 1
+    engine.cancel(RequestId("a"), "client")
+    last = end(events + engine.step(), "a")
+    assert (last.status, last.specprefill["applied"], last.specprefill["reason"]) == (
+        "cancelled",
+        False,
+        "unfinished",
+    )
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("phase", ["score", "prefill"])
+def test_a_fault_in_it_means_a_dense_answer_that_says_so(new_engine, phase):
+    """Before anything was sent; with one token asked for, one comes."""
+    engine = new_engine()
+    submit(engine, "dense", LONG, cache_prompt=False, max_tokens=1)
+    dense = text(run(engine), "dense")
+    submit(engine, "a", LONG, max_tokens=1, **SPARSE)
+    events = run(engine, until=lambda ev: any(isinstance(e, Progress) and e.phase == phase for e in ev))
+    [request] = engine._prefills.requests
+
+    def fail(num_tokens):
+        raise RuntimeError("injected")
+
+    request.prefill.step = fail
+    run(engine, events)
+    last = end(events, "a")
+    assert (last.status, last.specprefill["reason"]) == ("completed", "failed")
+    assert text(events, "a") == dense
+    assert last.usage["completion_tokens"] == 1
+    submit(engine, "next", LONG, cache_prompt=False, max_tokens=1)
+    assert text(run(engine), "next") == dense
+
+
+def test_others_get_tokens_while_a_prompt_is_scored_and_thinned(new_engine):
+    """One for each chunk."""
+    engine = new_engine()
+    submit(engine, "talker", "hello", max_tokens=200)
+    run(engine, until=lambda ev: text(ev, "talker") != "")
+    submit(engine, "long", LONG, **SPARSE)
+    engine.step()
+    phases = set()
+    while engine.stats.scoring or engine.stats.prefilling:
+        phases.add("score" if engine.stats.scoring else "prefill")
+        spoken = engine.stats.completion_tokens_total
+        engine.step()
+        assert engine.stats.completion_tokens_total == spoken + 1
+    assert phases == {"score", "prefill"}
 
 
 # --- a real model ---
