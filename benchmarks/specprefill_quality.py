@@ -35,14 +35,14 @@ from headrace.engine.loader import LoadedModel, load_model
 from headrace.engine.model_files import cache_folder
 from headrace.engine.passkey import chat_frame, encode, filler_sentence, passkey_prompt
 from headrace.engine.scoring import PromptReader, Scorer
-from headrace.engine.selection import CoverageRule, SelectionRule, select, select_by_coverage
+from headrace.engine.selection import SelectionRule, select
 from headrace.engine.sparse_cache import as_sparse
 from headrace.engine.sparse_prefill import KeptFill, SparsePlan, SparsePrefill
 from headrace.pool.blas import engine_environment
 
 METHODS = ("carry_on", "two_passes", "random", "recency", "renumbered")
 STEP = 512
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 32
 WORDS = (
     "saffron",
     "walnut",
@@ -183,7 +183,6 @@ def quality(bench: Bench, work: list[Task], methods: list[str], keeps: list[floa
     """Return per task, method and keep rate the mean of each figure."""
     sums: dict[tuple[str, str, float], list[list[float]]] = defaultdict(list)
     dense_right: dict[str, list[float]] = defaultdict(list)
-    coverage: dict[str, list[float]] = defaultdict(list)
     for number, task in enumerate(work, start=1):
         last, cache = task.tokens[-1], bench.dense(task.tokens)
         answer = bench.answer(cache, last)
@@ -192,9 +191,6 @@ def quality(bench: Bench, work: list[Task], methods: list[str], keeps: list[floa
         right = bench.right(answer, task.key)
         dense_right[task.name].append(right)
         scores = bench.score(task.tokens)
-        for share in (0.5, 0.7, 0.9):
-            chosen = select_by_coverage(scores, bench.rule, CoverageRule(share))
-            coverage[f"{task.name} {share}"].append(len(chosen.indices) / len(task.tokens))
         for method in methods:
             for keep_pct in keeps:
                 sparse = bench.sparse(method, task.tokens, scores, keep_pct)
@@ -221,7 +217,6 @@ def quality(bench: Bench, work: list[Task], methods: list[str], keeps: list[floa
     return {
         "dense_right": {task: float(np.mean(values)) for task, values in dense_right.items()},
         "rows": rows,
-        "coverage_kept": {name: float(np.mean(values)) for name, values in coverage.items()},
     }
 
 
@@ -299,7 +294,6 @@ def main() -> None:
         result |= quality(bench, work, options.methods, options.keep)
         print(f"layers {scorer.layers}; dense right: {result['dense_right']}")
         print(table(result["rows"]))
-        print("kept share by coverage:", result["coverage_kept"])
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

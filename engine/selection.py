@@ -77,52 +77,6 @@ def select(
     return _take(chunks, always, budget)
 
 
-@dataclass(frozen=True, slots=True)
-class CoverageRule:
-    """Experimental. Keep the smallest set of chunks that holds ``coverage`` of the score outside of what is
-    always kept, at least ``min_keep_pct`` and at most ``max_keep_pct`` of the M tokens.
-    """
-
-    coverage: float
-    min_keep_pct: float = 0.1
-    max_keep_pct: float = 0.6
-
-    def __post_init__(self) -> None:
-        if not 0 < self.coverage <= 1:
-            raise ValueError(f"coverage must be in (0, 1], not {self.coverage!r}")
-        if not 0 < self.min_keep_pct <= self.max_keep_pct <= 1:
-            raise ValueError("need 0 < min_keep_pct <= max_keep_pct <= 1")
-
-
-def select_by_coverage(
-    scores: Scores,
-    rule: SelectionRule,
-    coverage: CoverageRule,
-    *,
-    num_cached: int = 0,
-    protected: Sequence[Range] = (),
-) -> Selection:
-    """Choose the keep rate from the scores (``rule.keep_pct`` is not read).
-
-    Keeps everything when the scores are flat: when covering the share would need more than ``max_keep_pct``
-    of the tokens, no small set stands for the prompt, as in counting and aggregation.
-    """
-    num_tokens = len(scores)
-    always = _always_kept(num_tokens, rule, num_cached, protected)
-    ranked = _ranked_chunks(scores, rule.chunk_tokens, always)
-    mass = np.array([float(scores[chunk].sum()) for chunk in ranked])
-    needed, total = int(always.sum()), float(mass.sum())
-    covered = np.cumsum(mass)
-    for chunk, so_far in zip(ranked, covered, strict=True):
-        needed += len(chunk)
-        if so_far >= coverage.coverage * total:
-            break
-    if total <= 0 or needed > coverage.max_keep_pct * num_tokens:
-        return Selection(np.arange(num_tokens), num_tokens, int(always.sum()))
-    budget = max(needed, round(coverage.min_keep_pct * num_tokens))
-    return _take(ranked, always, budget)
-
-
 def smooth(scores: Scores, window: int) -> Scores:
     """Average-pool scores (M,) over ``window`` tokens (odd, centred); shorter windows at the ends."""
     if window <= 1 or len(scores) == 0:

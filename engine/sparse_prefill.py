@@ -18,7 +18,7 @@ import numpy as np
 
 from .scoring import PromptReader, Scorer
 from .seams import explicit_positions, layer_list, replaced_layers
-from .selection import CoverageRule, Range, Selection, SelectionRule, select, select_by_coverage
+from .selection import Range, Selection, SelectionRule, select
 from .sparse_cache import arrays_of, as_sparse, is_attention, thinned, working_copy
 
 Phase = Literal["score", "prefill"]
@@ -32,15 +32,13 @@ class SparsePlan:
     ``scorer``: the target itself (``name`` "self") or a draft model with the target's tokenizer.
     ``carry_on``: continue from the scorer's hidden states; only with the target as its own scorer, and only
     where ``check_carry_on`` found it exact. ``protected``: half-open ranges of the whole prompt that are
-    kept whole. ``coverage`` (experimental): choose the keep rate from the scores instead of
-    ``rule.keep_pct``.
+    kept whole.
     """
 
     scorer: Scorer
     rule: SelectionRule = field(default_factory=SelectionRule)
     carry_on: bool = False
     protected: tuple[Range, ...] = ()
-    coverage: CoverageRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class SparsePrefill:
         self._fill: KeptFill | None = None
         self._carried_on = False
         self.cache: list[Any] = []
-        if plan.rule.keep_pct == 1 and plan.coverage is None:
+        if plan.rule.keep_pct == 1:
             self._choose(np.zeros(self._num_new, dtype=np.float32))
         else:
             self._start_reading()
@@ -194,12 +192,7 @@ class SparsePrefill:
     def _choose(self, scores: Any) -> None:
         plan, before = self._plan, self._num_cached
         moved = [(start - before, end - before) for start, end in plan.protected]
-        if plan.coverage is None:
-            chosen = select(scores, plan.rule, num_cached=self._num_cached, protected=moved)
-        else:
-            chosen = select_by_coverage(
-                scores, plan.rule, plan.coverage, num_cached=self._num_cached, protected=moved
-            )
+        chosen = select(scores, plan.rule, num_cached=before, protected=moved)
         self._selection = chosen
         # The last token is fed by the batch's first decode step.
         kept = chosen.indices[:-1]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.selection import CoverageRule, SelectionRule, select, select_by_coverage, smooth
+from headrace.engine.selection import SelectionRule, select, smooth
 
 RULES = st.builds(
     SelectionRule,
@@ -78,31 +78,6 @@ def test_nan_scores_are_refused() -> None:
     """Broken scores raise instead of choosing at random."""
     with pytest.raises(ValueError, match="NaN"):
         select(np.full(50, np.nan, dtype=np.float32), SelectionRule())
-
-
-def test_coverage_takes_the_smallest_set() -> None:
-    """Two chunks that hold nearly all of the score are enough, above the lower bound."""
-    scores = np.full(400, 1e-6, dtype=np.float32)
-    scores[100:110], scores[300:310] = 1.0, 0.5
-    rule = SelectionRule(chunk_tokens=10, sink_tokens=0, tail_tokens=1)
-    chosen = select_by_coverage(scores, rule, CoverageRule(0.9, min_keep_pct=0.01))
-    assert chosen.ranges() == [(100, 110), (300, 310), (399, 400)]
-    less = select_by_coverage(scores, rule, CoverageRule(0.6, min_keep_pct=0.01))
-    assert less.ranges() == [(100, 110), (399, 400)]
-
-
-def test_coverage_keeps_everything_when_scores_are_flat() -> None:
-    """No small set stands for the prompt: dense."""
-    flat = np.ones(400, dtype=np.float32)
-    assert select_by_coverage(flat, SelectionRule(), CoverageRule(0.9)).kept_everything
-
-
-def test_coverage_lower_bound() -> None:
-    """The lower bound holds however sharp the scores are."""
-    scores = np.zeros(400, dtype=np.float32)
-    scores[200] = 1.0
-    rule = SelectionRule(chunk_tokens=10, sink_tokens=0, tail_tokens=1)
-    assert 70 <= len(select_by_coverage(scores, rule, CoverageRule(0.9, min_keep_pct=0.2)).indices) <= 90
 
 
 def test_smooth_is_a_centred_average() -> None:

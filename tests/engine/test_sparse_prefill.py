@@ -17,7 +17,7 @@ from tiny_models import CONFIGS, decode_logits, dense_cache, masked_dense_logits
 
 from headrace.engine.scoring import Scorer, default_layers
 from headrace.engine.seams import SeamError, explicit_positions
-from headrace.engine.selection import CoverageRule, SelectionRule
+from headrace.engine.selection import SelectionRule
 from headrace.engine.sparse_cache import arrays_of, as_sparse, holds_all, is_sparse
 from headrace.engine.sparse_prefill import KeptFill, SparsePlan, SparsePrefill
 
@@ -310,15 +310,6 @@ def test_a_sparse_cache_can_not_be_prefilled_further() -> None:
     assert not holds_all(run.cache, len(prompt) - 1)
     with pytest.raises(RuntimeError, match="sparse"):
         model(mx.array([[1]]), cache=run.cache)
-
-
-def test_flat_scores_run_dense_under_coverage() -> None:
-    """The adaptive rule may keep everything; the report says so."""
-    model, prompt = tiny_model("llama"), tokens(75)
-    run = sparse(model, prompt, coverage=CoverageRule(0.999, 0.05, 0.1))
-    assert run.report.reason == "kept_everything"
-    assert run.report.kept_tokens == 75
-    assert not is_sparse(run.cache)
 
 
 def test_plan_errors() -> None:
