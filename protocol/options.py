@@ -126,6 +126,12 @@ class GenerationOptions(BaseModel):
         # The older completions API has a number here: how many alternatives to list.
         logprobs = data.get("logprobs")
         if isinstance(logprobs, int) and not isinstance(logprobs, bool):
+            if not 0 <= logprobs <= MAX_TOP_LOGPROBS:
+                raise PydanticCustomError(
+                    "logprobs_range",
+                    "must be true, false or a number from 0 to {most}",
+                    {"most": MAX_TOP_LOGPROBS, "param": "logprobs"},
+                )
             data["logprobs"] = True
             data.setdefault("top_logprobs", logprobs)
         for name in (

@@ -102,6 +102,12 @@ def test_a_broken_prompt_is_refused(prompt: Any) -> None:
     assert error.param.startswith("prompt")
 
 
+def test_an_empty_prompt_is_called_empty() -> None:
+    """And not a wrong type: the rule of the kind that it has."""
+    assert "at least 1 item" in refusal({**COMPLETION, "prompt": []}).message
+    assert "at least 1 character" in refusal({**COMPLETION, "prompt": ""}).message
+
+
 def test_a_missing_input_is_refused_by_name() -> None:
     """Neither frame goes without."""
     assert refusal({"type": "completion", "id": "a"}).param == "prompt"

@@ -42,6 +42,7 @@ REFUSED: dict[str, list[Any]] = {
     "echo": WRONG_BOOLEANS,
     "specprefill": WRONG_BOOLEANS,
     "specprefill_keep_pct": [*WRONG_NUMBERS, 0, -0.1, 1.1, 2**70],
+    "specprefill_debug": WRONG_BOOLEANS,
     "cache_prompt": WRONG_BOOLEANS,
     "timeout_ms": [*WRONG_INTEGERS, 0, -1, 86_400_001],
     "flush_ms": [*WRONG_INTEGERS, -1, 1001],
@@ -71,6 +72,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "echo": [False, None],
     "specprefill": [True, False, None],
     "specprefill_keep_pct": [0.001, 1, None],
+    "specprefill_debug": [True, False, None],
     "cache_prompt": [True, False, None],
     "timeout_ms": [1, 86_400_000, None],
     "flush_ms": [0, 1000, None],
@@ -104,7 +106,7 @@ def test_out_of_range_is_refused_with_the_field_name(kind: str, name: str, value
     assert error.code in (ErrorCode.INVALID_PARAM, ErrorCode.NOT_SERVED)
     assert error.frame_id == "a"
     assert error.param is not None
-    named = {name, {"max_completion_tokens": "max_tokens", "logprobs": "top_logprobs"}.get(name, name)}
+    named = {name, {"max_completion_tokens": "max_tokens"}.get(name, name)}
     assert error.param.partition(".")[0].partition("[")[0] in named
     assert error.param in error.message
 
