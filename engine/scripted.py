@@ -1,8 +1,9 @@
 """An engine without a model, for tests and for measuring everything that is not a model.
 
 Same interface as the real one. A prompt token is a word. The tokens of an answer depend on the prompt and
-the seed only, so that a test knows what must come: `scripted_token`. `max_tokens` is honoured, and nothing
-else ends an answer; options that need a model (sampling, stop strings, logprobs) change nothing.
+the seed only, so that a test knows what must come: `scripted_token`; a token's id is its index. `max_tokens` is
+honoured, and nothing else ends an answer; options that need a model (sampling, stop strings, logprobs) change
+nothing.
 
 A prompt that contains one of these misbehaves when its third token is due:
 
@@ -10,6 +11,11 @@ A prompt that contains one of these misbehaves when its third token is due:
     [[hang]]    the step sleeps for an hour
     [[raise]]   the step raises
     [[print]]   the process writes a megabyte to stdout and to stderr, then goes on
+
+and one that contains one of these otherwise:
+
+    [[late]]    the process kills itself with SIGKILL before the ninth token that this engine makes of it
+    [[leak]]    every token costs 4 MiB that are never given back
 
 A configuration whose `model` is one of these misbehaves while loading:
 
@@ -46,9 +52,13 @@ from .config import EngineConfig
 from .interface import EngineLoadError, OnLoading
 
 CONTEXT_TOKENS = 1 << 20
-FAULTS = ("[[crash]]", "[[hang]]", "[[raise]]", "[[print]]")
+FAULTS = ("[[crash]]", "[[hang]]", "[[raise]]", "[[print]]", "[[late]]", "[[leak]]")
 FAULT_TOKEN = 2
-"""Index of the token that a fault strikes at."""
+"""Index of the token that most faults strike at."""
+LATE_TOKENS = 8
+"""Tokens that `[[late]]` lets an engine make."""
+LEAK_BYTES = 4 << 20
+"""What `[[leak]]` costs a token."""
 ROUNDS_PER_STEP = 8
 """Decode rounds in one `step` when there is no delay, so that one report carries many tokens."""
 _LOAD_STEP_S = 0.05
@@ -84,8 +94,10 @@ class _Request:
     max_tokens: int
     submitted_s: float
     report_at_s: float
+    num_tokens: int
+    """Tokens of the answer so far, those of earlier engines included."""
+    credit: int | None
     num_prefilled: int = 0
-    num_tokens: int = 0
     cancel_reason: CancelReason | None = None
     first_token_s: float | None = None
     prefilled_s: float | None = None
@@ -122,7 +134,9 @@ class ScriptedEngine:
         self._prefilling: deque[_Request] = deque()
         self._decoding: list[_Request] = []
         self._requests: dict[RequestId, _Request] = {}
+        self._paused: dict[RequestId, _Request] = {}
         self._cancelled: list[_Request] = []
+        self._leaked: list[bytearray] = []
         self._totals = _Totals()
         self._info = EngineInfo(
             model=config.name,
@@ -169,8 +183,8 @@ class ScriptedEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests."""
-        return bool(self._requests)
+        """Whether there are requests that do not wait for credit."""
+        return bool(self._cancelled) or len(self._requests) > len(self._paused)
 
     @property
     def stats(self) -> EngineStats:
@@ -179,6 +193,8 @@ class ScriptedEngine:
             waiting=len(self._waiting),
             prefilling=len(self._prefilling),
             decoding=len(self._decoding),
+            paused=len(self._paused),
+            memory_bytes=LEAK_BYTES * len(self._leaked),
             prefill_tokens_total=self._totals.prefill_tokens,
             completion_tokens_total=self._totals.completion_tokens,
             steps_total=self._totals.steps,
@@ -199,6 +215,8 @@ class ScriptedEngine:
             max_tokens=max_tokens,
             submitted_s=now_s,
             report_at_s=now_s,
+            num_tokens=len(message.generated),
+            credit=message.credit,
         )
         self._requests[message.rid] = request
         self._waiting.append(request)
@@ -209,6 +227,15 @@ class ScriptedEngine:
         if request is not None and request.cancel_reason is None:
             request.cancel_reason = reason
             self._cancelled.append(request)
+
+    def credit(self, rid: RequestId, tokens: int) -> None:
+        """Allow a request with a `window` so many more tokens."""
+        request = self._requests.get(rid)
+        if request is None or request.credit is None:
+            return
+        request.credit += tokens
+        if self._paused.pop(rid, None) is not None:
+            self._decoding.append(request)
 
     def step(self) -> list[Event]:
         """Let cancelled requests go, read a chunk of prompts, decode a token of every request."""
@@ -227,6 +254,7 @@ class ScriptedEngine:
         self._waiting.clear()
         self._prefilling.clear()
         self._decoding.clear()
+        self._paused.clear()
 
     # --- the parts of a step ---
 
@@ -236,6 +264,7 @@ class ScriptedEngine:
                 for holder in (self._waiting, self._prefilling, self._decoding):
                     if request in holder:
                         holder.remove(request)
+                self._paused.pop(request.message.rid, None)
                 events.append(self._end(request, "cancelled"))
         self._cancelled.clear()
 
@@ -256,8 +285,12 @@ class ScriptedEngine:
             if started or time.monotonic() >= request.report_at_s:
                 events.append(self._progress(request))
             if request.num_prefilled == request.num_prompt_tokens:
-                self._decoding.append(self._prefilling.popleft())
+                self._prefilling.popleft()
                 request.prefilled_s = time.monotonic() + spent / speed
+                if request.num_tokens >= request.max_tokens:
+                    events.append(self._end(request, "completed"))
+                else:
+                    self._decoding.append(request)
         self._totals.prefill_tokens += spent
         self._totals.clock.spend(spent / speed)
 
@@ -274,22 +307,38 @@ class ScriptedEngine:
             self._decode_round(events)
 
     def _decode_round(self, events: list[Event]) -> None:
-        ended = False
+        left = False
+        self._totals.completion_tokens += len(self._decoding)
+        self._totals.steps += 1
         for request in self._decoding:
             index = request.num_tokens
-            if index == 0:
+            if request.first_token_s is None:
                 request.first_token_s = time.monotonic()
-            elif index == FAULT_TOKEN and request.fault:
-                _strike(request.fault)
-            events.append(Delta(request.message.rid, f"{request.prefix}{index}", 1))
+            if request.fault:
+                self._strike(request.fault, index, index - len(request.message.generated))
+            events.append(Delta(request.message.rid, f"{request.prefix}{index}", 1, tokens=[index]))
             request.num_tokens = index + 1
             if index + 1 == request.max_tokens:
                 events.append(self._end(request, "completed"))
-                ended = True
-        self._totals.completion_tokens += len(self._decoding)
-        self._totals.steps += 1
-        if ended:
-            self._decoding = [r for r in self._decoding if r.num_tokens < r.max_tokens]
+                left = True
+            elif request.credit is not None:
+                request.credit -= 1
+                if request.credit <= 0:
+                    self._paused[request.message.rid] = request
+                    left = True
+        if left:
+            self._decoding = [
+                r for r in self._decoding if r.num_tokens < r.max_tokens and r.message.rid not in self._paused
+            ]
+
+    def _strike(self, fault: str, index: int, num_made: int) -> None:
+        """Misbehave before a token, the `num_made`-th that this engine makes of its request."""
+        if fault == "[[leak]]":
+            self._leaked.append(bytearray(b"x" * LEAK_BYTES))
+        elif fault == "[[late]]" and num_made == LATE_TOKENS:
+            _kill_self()
+        elif index == FAULT_TOKEN:
+            _strike(fault)
 
     def _report_waiting(self, events: list[Event]) -> None:
         if not self._waiting:

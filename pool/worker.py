@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..protocol.messages import (
     Cancel,
     Command,
+    Credit,
     EngineStats,
     LoadFailed,
     Loading,
@@ -193,6 +194,8 @@ def _take_commands(engine: "Engine", commands: Commands) -> bool:
                     engine.submit(command)
                 case Cancel():
                     engine.cancel(command.rid, command.reason)
+                case Credit():
+                    engine.credit(command.rid, command.tokens)
                 case Stop():
                     return False
             command = commands.get_nowait()

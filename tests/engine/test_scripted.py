@@ -17,10 +17,18 @@ def load(**fields) -> ScriptedEngine:
     return ScriptedEngine.load(EngineConfig(kind="scripted", name="words", **fields), lambda loading: None)
 
 
-def submit(engine: Engine, rid: str, prompt="one two three", max_tokens: int = 5, seed: int = 7) -> None:
+def submit(
+    engine: Engine,
+    rid: str,
+    prompt="one two three",
+    max_tokens: int = 5,
+    seed: int = 7,
+    generated: tuple[int, ...] = (),
+    credit: int | None = None,
+) -> None:
     source = prompt if isinstance(prompt, ChatInput) else CompletionInput(prompt=prompt)
     options = GenerationOptions().resolve(model="words", max_tokens=max_tokens, temperature=0, seed=seed)
-    engine.submit(Submit(RequestId(rid), source, options, "", queue_ms=10.0))
+    engine.submit(Submit(RequestId(rid), source, options, "", 10.0, False, list(generated), credit))
 
 
 def run(engine: Engine, max_steps: int = 10_000) -> list[Event]:
@@ -77,6 +85,37 @@ def test_an_answer_ends_at_its_limit(max_tokens: int):
     assert engine.stats == EngineStats(
         prefill_tokens_total=4, completion_tokens_total=max_tokens, steps_total=max_tokens
     )
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("num_generated", [1, 4, 5])
+def test_goes_on_after_what_an_earlier_engine_made(num_generated: int):
+    """The rest of the answer, with its ids; usage counts the whole, also when nothing is left to make."""
+    engine = load()
+    submit(engine, "a", generated=tuple(range(num_generated)))
+    events = run(engine)
+    rest = range(num_generated, 5)
+    assert text_of(events, "a") == "".join(scripted_token("one two three", 7, index) for index in rest)
+    assert [event.tokens for event in events if isinstance(event, Delta)] == [[index] for index in rest]
+    end = ends_of(events)["a"]
+    assert (end.finish_reason, end.usage["completion_tokens"]) == ("length", 5)
+
+
+def test_pauses_without_credit():
+    """As many tokens as were allowed, then nothing to do until there is credit or a cancel."""
+    engine = load()
+    submit(engine, "a", credit=2)
+    submit(engine, "b", credit=1)
+    events = run(engine)
+    assert (len([e for e in events if isinstance(e, Delta) and e.rid == "a"]), engine.stats.paused) == (2, 2)
+    assert engine.stats.in_flight == 2
+    engine.credit(RequestId("a"), 3)
+    engine.credit(RequestId("unknown"), 3)
+    assert ends_of(run(engine)).keys() == {"a"}
+    engine.cancel(RequestId("b"), "client")
+    assert engine.busy
+    assert ends_of(engine.step())["b"].status == "cancelled"
+    assert engine.stats.in_flight == 0
     assert not engine.busy
 
 

@@ -10,6 +10,7 @@ from headrace.protocol.frames import RequestId
 from headrace.protocol.messages import (
     Cancel,
     Command,
+    Credit,
     Delta,
     EngineInfo,
     EngineStats,
@@ -48,7 +49,9 @@ LOGPROB: Any = {"token": "a", "token_id": 1, "logprob": -0.5, "top_logprobs": []
 COMMANDS: list[Command] = [
     Submit(RID, CHAT, OPTIONS, "tenant", 1.5),
     Submit(RID, CompletionInput(prompt=[1, 2]), OPTIONS, "", 0.0, max_tokens_is_default=True),
+    Submit(RID, CHAT, OPTIONS, "", 0.0, generated=[3, 1, 2], credit=5),
     Cancel(RID, "client"),
+    Credit(RID, 7),
     Stop(),
 ]
 REPORTS: list[Report] = [
@@ -59,7 +62,7 @@ REPORTS: list[Report] = [
     Step(
         [
             Progress(RID, "prefill", 1, None, 2, 3),
-            Delta(RID, "é😀", 2, "r", [CALL], [LOGPROB]),
+            Delta(RID, "é😀", 2, "r", [CALL], [LOGPROB], [1, 2]),
             end_without_engine(RID, OPTIONS, status="cancelled", reason="client", error=None),
         ],
         EngineStats(waiting=1, decoding=2, steps_total=3),
@@ -95,6 +98,7 @@ DELTAS = st.builds(
     reasoning=st.text(max_size=3),
     tool_calls=st.lists(st.builds(lambda index: {**CALL, "index": index}, st.integers(0, 9)), max_size=2),
     logprobs=st.lists(st.builds(lambda token: {**LOGPROB, "token": token}, st.text(max_size=2)), max_size=2),
+    tokens=st.lists(st.integers(0, 9), max_size=2),
 )
 
 
@@ -107,16 +111,24 @@ def test_merging_keeps_everything_in_order(deltas: list[Delta]) -> None:
         "".join(delta.reasoning for delta in deltas),
         [call for delta in deltas for call in delta.tool_calls],
         [logprob for delta in deltas for logprob in delta.logprobs],
+        [token for delta in deltas for token in delta.tokens],
     )
     later = [(delta.text, delta.n, list(delta.tool_calls)) for delta in deltas[1:]]
     whole = deltas[0]
     for delta in deltas[1:]:
         whole.merge(delta)
-    assert (whole.text, whole.n, whole.reasoning, whole.tool_calls, whole.logprobs) == expected
+    assert (
+        whole.text,
+        whole.n,
+        whole.reasoning,
+        whole.tool_calls,
+        whole.logprobs,
+        whole.tokens,
+    ) == expected
     assert later == [(delta.text, delta.n, delta.tool_calls) for delta in deltas[1:]]
 
 
 def test_in_flight_counts_every_phase() -> None:
     """Zero means that nothing runs."""
     assert EngineStats().in_flight == 0
-    assert EngineStats(waiting=1, scoring=2, prefilling=3, decoding=4).in_flight == 10
+    assert EngineStats(waiting=1, scoring=2, prefilling=3, decoding=4, paused=5).in_flight == 15
