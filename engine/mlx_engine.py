@@ -22,13 +22,13 @@ from .config import EngineConfig
 from .interface import EngineLoadError, OnLoading
 from .loader import LoadedModel, LoadProgress, ModelLoadError, load_model
 from .prefill import DensePrefill
-from .prefill_schedule import PrefillSchedule
+from .prefill_schedule import GRAIN_TOKENS, PrefillSchedule
 from .prompt_cache import PromptCache
 from .request import Request
 from .specprefill import SpecPrefill
 from .text import Piece
 
-WARM_UP_TOKENS = 32
+WARM_UP_TOKENS = 64
 
 
 class MlxEngine:
@@ -61,7 +61,7 @@ class MlxEngine:
         self._cached_tokens_total = 0
         self._completion_tokens_total = 0
         self._steps_total = 0
-        self._prefills = PrefillSchedule(config, self._batch.stream, self._warm_up())
+        self._prefills = PrefillSchedule(config, self._batch.stream, *self._warm_up())
         self._info = EngineInfo(
             model=config.name,
             context_length=loaded.context_length,
@@ -95,16 +95,27 @@ class MlxEngine:
             raise EngineLoadError(str(error)) from error
         return cls(config, loaded, specprefill, time.monotonic() - began_s)
 
-    def _warm_up(self) -> float:
-        """Run the model once, so that no request pays for it; return its prefill speed in tokens/s."""
-        began_s = 0.0
+    def _warm_up(self) -> tuple[float, float]:
+        """Run the model, so that no request pays for the first time.
+
+        Returns:
+            What a forward pass costs, in seconds: in any case, and for each token.
+        """
+        few_s = self._timed_prefill(GRAIN_TOKENS)
+        many_s = self._timed_prefill(WARM_UP_TOKENS)
+        token_s = max(many_s - few_s, 0.1 * many_s) / (WARM_UP_TOKENS - GRAIN_TOKENS)
+        return max(few_s - GRAIN_TOKENS * token_s, 0.0), token_s
+
+    def _timed_prefill(self, num_tokens: int) -> float:
+        """Return the better of two times, in seconds: the first one compiles."""
+        times = []
         with mx.stream(self._batch.stream):
             for _ in range(2):
+                prefill = DensePrefill(self._model, [0] * num_tokens, make_prompt_cache(self._model))
                 began_s = time.monotonic()
-                DensePrefill(self._model, [0] * WARM_UP_TOKENS, make_prompt_cache(self._model)).step(
-                    WARM_UP_TOKENS
-                )
-        return WARM_UP_TOKENS / (time.monotonic() - began_s)
+                prefill.step(num_tokens)
+                times.append(time.monotonic() - began_s)
+        return min(times)
 
     # --- the interface ---
 
@@ -245,21 +256,22 @@ class MlxEngine:
     # --- reading prompts ---
 
     def _read_prompts(self) -> None:
-        """Read prompts for one slice of time; the complete ones join the batch."""
-        complete = self._prefills.run(others_decode=bool(self._decoding))
-        if not complete:
+        """Spend a slice of time on prompts; those that are read, or short, join the batch."""
+        joining = self._prefills.run(others_decode=bool(self._decoding))
+        if not joining:
             return
         # Rows join together in one step; the first one's caches decide how, and sparse ones know more.
-        complete.sort(key=lambda request: not request.specprefill["applied"])
+        joining.sort(key=lambda request: not request.specprefill["applied"])
+        unread = [request.prefill.total - request.prefill.processed + 1 for request in joining]
         uids = self._batch.insert(
-            prompts=[request.tokens[-1:] for request in complete],
-            max_tokens=[request.max_tokens - len(request.generated) for request in complete],
-            caches=[request.prefill.cache for request in complete],
-            all_tokens=[request.tokens[:-1] for request in complete],
-            samplers=[request.sampler for request in complete],
-            logits_processors=[request.processors for request in complete],
+            prompts=[request.tokens[-left:] for request, left in zip(joining, unread, strict=True)],
+            max_tokens=[request.max_tokens - len(request.generated) for request in joining],
+            caches=[request.prefill.cache for request in joining],
+            all_tokens=[request.tokens[:-left] for request, left in zip(joining, unread, strict=True)],
+            samplers=[request.sampler for request in joining],
+            logits_processors=[request.processors for request in joining],
         )
-        for uid, request in zip(uids, complete, strict=True):
+        for uid, request in zip(uids, joining, strict=True):
             request.uid = uid
             self._decoding[uid] = request
         mx.clear_cache()
@@ -275,8 +287,11 @@ class MlxEngine:
 
     def _decode(self, events: list[Event]) -> None:
         """Run one step of the batch and hand out its tokens."""
-        _, responses = self._batch.next()
+        prompts, responses = self._batch.next()
         now = time.monotonic()
+        for prompt in prompts:
+            if prompt.end_of_prompt and (request := self._decoding.get(prompt.uid)) is not None:
+                request.phase_ms.setdefault("prefill", (now - request.phase_began_s) * 1e3)
         for response in responses:
             request = self._decoding.get(response.uid)
             if request is None:

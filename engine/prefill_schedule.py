@@ -1,8 +1,9 @@
 """Whose prompt is read next, and how much of it, between two decode steps.
 
 A slice is a time: about `chunk_target_ms` while others decode, so that a long prompt stops nobody's tokens
-for longer, and more while nobody does. Chunks fill it, from the measured speed, on every machine and at every
-depth of a prompt.
+for longer, and more while nobody does. A long prompt gets a chunk that fills the slice, by the measured
+speed, on every machine and at every depth. Short ones are not read here: as many as fit the slice are handed
+to the batch together, which reads them in one forward pass.
 """
 
 import time
@@ -13,47 +14,55 @@ from typing import Any
 import mlx.core as mx
 
 from .config import EngineConfig
+from .prefill import DensePrefill
 from .request import Request
 
 GRAIN_TOKENS = 8
 """Chunks are multiples of this, so that few shapes occur."""
-RELAXED = 2.5
+RELAXED = 4
 """While nobody decodes, a slice may take this many times as long: bigger chunks are cheaper."""
+LEFTOVER = 1.25
+"""A chunk takes the rest of its prompt too, if that makes it no more than this many times as long."""
 
 
 class ChunkSizer:
     """Chooses the length of a chunk by time.
 
+    A forward pass costs `overhead_s` (the weights are read once) and `token_s` for each token; both are
+    measured once, and their scale follows every chunk that is read.
+
     Args:
         minimum: tokens that a chunk always may have.
         maximum: tokens that it never has more of.
-        tokens_per_s: the speed to begin with.
     """
 
-    def __init__(self, *, minimum: int, maximum: int, tokens_per_s: float) -> None:
+    def __init__(self, *, minimum: int, maximum: int, overhead_s: float, token_s: float) -> None:
         self._minimum = minimum
         self._maximum = maximum
-        self._tokens_per_s = tokens_per_s
+        self._overhead_s = overhead_s
+        self._token_s = max(token_s, 1e-9)
+        self._scale = 1.0
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed as measured lately."""
-        return self._tokens_per_s
+        """The speed of long chunks, as measured lately."""
+        return 1.0 / (self._token_s * self._scale)
 
-    @property
-    def shortest_s(self) -> float:
-        """How long the shortest chunk takes, in seconds."""
-        return self._minimum / self._tokens_per_s
+    def seconds(self, num_tokens: int) -> float:
+        """Return how long a chunk takes."""
+        return (self._overhead_s + self._token_s * num_tokens) * self._scale
 
-    def num_tokens(self, seconds: float) -> int:
-        """Return how many tokens a chunk of so many seconds has."""
-        grains = int(seconds * self._tokens_per_s) // GRAIN_TOKENS
-        return max(self._minimum, min(self._maximum, grains * GRAIN_TOKENS))
+    def num_tokens(self, seconds: float, available: int) -> int:
+        """Return how many of the tokens that are left a chunk of so many seconds takes."""
+        most = (seconds / self._scale - self._overhead_s) / self._token_s
+        grains = int(most) // GRAIN_TOKENS
+        size = max(self._minimum, min(self._maximum, grains * GRAIN_TOKENS))
+        return available if available <= size * LEFTOVER else size
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """Take a chunk's measured time in. Short last chunks say little and are left out."""
-        if num_tokens >= self._minimum and seconds > 0:
-            self._tokens_per_s = 0.5 * self._tokens_per_s + 0.5 * num_tokens / seconds
+        """Take a chunk's measured time in."""
+        if seconds > 0:
+            self._scale = 0.5 * self._scale + 0.5 * seconds / (self._overhead_s + self._token_s * num_tokens)
 
 
 @dataclass(frozen=True)
@@ -80,15 +89,19 @@ class PrefillSchedule:
 
     Args:
         stream: the MLX stream of the batch; prompts are read on it too.
-        tokens_per_s: the speed to begin with.
+        overhead_s: time of a forward pass without any tokens, in seconds.
+        token_s: time that each token adds.
     """
 
-    def __init__(self, config: EngineConfig, stream: Any, tokens_per_s: float) -> None:
+    def __init__(self, config: EngineConfig, stream: Any, overhead_s: float, token_s: float) -> None:
         self._target_s = config.chunk_target_ms / 1e3
         self._stream = stream
         self._sizers = {
             phase: ChunkSizer(
-                minimum=config.min_chunk_tokens, maximum=config.max_chunk_tokens, tokens_per_s=tokens_per_s
+                minimum=config.min_chunk_tokens,
+                maximum=config.max_chunk_tokens,
+                overhead_s=overhead_s,
+                token_s=token_s,
             )
             for phase in ("score", "prefill")
         }
@@ -97,24 +110,31 @@ class PrefillSchedule:
         """Tokens read so far, by scoring or prefill."""
 
     def run(self, *, others_decode: bool) -> list[Request]:
-        """Read prompts for one slice; return the requests whose prompts are complete, no longer ours."""
-        # The decode step under way is not part of the slice.
-        mx.synchronize(self._stream)
-        deadline_s = time.monotonic() + self._target_s * (1.0 if others_decode else RELAXED)
-        complete: list[Request] = []
+        """Spend one slice; return the requests that may join the batch, no longer ours.
+
+        A prompt that was short is not read yet; the batch reads what its `prefill` has left.
+        """
+        slice_s = self._target_s * (1 if others_decode else RELAXED)
+        joining: list[Request] = []
+        longest = 0
         while self.requests:
             request = self._next()
-            sizer = self._sizers[request.prefill.phase]
-            left_s = deadline_s - time.monotonic()
-            if not request.prefill.done:
-                self._read_chunk(request, sizer, left_s)
-            if request.prefill.done:
-                request.prefill_complete()
-                self.requests.remove(request)
-                complete.append(request)
-            if deadline_s - time.monotonic() < sizer.shortest_s:
+            left = request.prefill.total - request.prefill.processed
+            padded = max(longest, left) * (len(joining) + 1)
+            fits = self._sizers["prefill"].seconds(padded) <= slice_s
+            if request.prefill.done or (fits and isinstance(request.prefill, DensePrefill)):
+                longest = max(longest, left)
+                self.tokens_total += left
+            elif joining:
                 break
-        return complete
+            else:
+                self._read_chunk(request, slice_s, left)
+                if not request.prefill.done:
+                    break
+            self.requests.remove(request)
+            request.prefill_complete()
+            joining.append(request)
+        return joining
 
     def _next(self) -> Request:
         now = time.monotonic()
@@ -124,9 +144,12 @@ class PrefillSchedule:
         ]
         return self.requests[choose(turns, self._sizers["prefill"].tokens_per_s)]
 
-    def _read_chunk(self, request: Request, sizer: ChunkSizer, seconds: float) -> None:
+    def _read_chunk(self, request: Request, seconds: float, left: int) -> None:
         prefill = request.prefill
-        phase, before, size = prefill.phase, prefill.processed, sizer.num_tokens(seconds)
+        phase, before, sizer = prefill.phase, prefill.processed, self._sizers[prefill.phase]
+        size = sizer.num_tokens(seconds, left)
+        # The decode step under way is not part of the chunk.
+        mx.synchronize(self._stream)
         began_s = time.monotonic()
         try:
             with mx.stream(self._stream):
@@ -135,11 +158,11 @@ class PrefillSchedule:
             request.prefill_failed(error)
             return
         ended_s = time.monotonic()
-        if prefill.phase == phase and prefill.processed - before >= size:
-            # `size` is in tokens of a dense prefill, whatever share of the layers the chunk ran.
-            sizer.record(size, ended_s - began_s)
-        if prefill.phase == phase:
-            self.tokens_total += prefill.processed - before
         if prefill.phase != phase or prefill.done:
             request.phase_ms[phase] = (ended_s - request.phase_began_s) * 1e3
             request.phase_began_s = ended_s
+        if prefill.phase == phase:
+            self.tokens_total += prefill.processed - before
+            if prefill.processed - before >= size:
+                # `size` is in tokens of a dense prefill, whatever share of the layers the chunk ran.
+                sizer.record(size, ended_s - began_s)
