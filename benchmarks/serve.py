@@ -129,7 +129,7 @@ async def run_round(ask: Any, url: str, streams: int, max_tokens: int) -> Round:
 
 def float32_copy(folder: Path) -> Path:
     """Write the default model's weights as float32 beside it, for a server that does not do so itself."""
-    from headrace.engine.default_model import fetch_default_model
+    from headrace.engine.loading.default_model import fetch_default_model
 
     source = fetch_default_model(lambda progress: None)
     target = folder / f"{source.name}-float32"
@@ -220,7 +220,7 @@ def main() -> None:
     with headrace("--model", str(model)) as ours, mlx_lm_server(model, same_blas) as theirs:
         results += asyncio.run(decode_speed(ours, theirs, args.rounds, args.max_tokens))
     if not args.skip_shipped:
-        from headrace.engine.default_model import fetch_default_model
+        from headrace.engine.loading.default_model import fetch_default_model
 
         shipped = fetch_default_model(lambda progress: None)
         with headrace() as ours, mlx_lm_server(shipped, {}) as theirs:

@@ -30,14 +30,14 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from headrace.engine.calibration import load_calibration, model_fingerprint, scorer_for
-from headrace.engine.loader import LoadedModel, load_model
-from headrace.engine.model_files import cache_folder
-from headrace.engine.passkey import chat_frame, encode, filler_sentence, passkey_prompt
-from headrace.engine.scoring import PromptReader, Scorer
-from headrace.engine.selection import SelectionRule, select
-from headrace.engine.sparse_cache import as_sparse
-from headrace.engine.sparse_prefill import KeptFill, SparsePlan, SparsePrefill
+from headrace.engine.loading.loader import LoadedModel, load_model
+from headrace.engine.loading.model_files import cache_folder
+from headrace.engine.specprefill.calibration import load_calibration, model_fingerprint, scorer_for
+from headrace.engine.specprefill.passkey import chat_frame, encode, filler_sentence, passkey_prompt
+from headrace.engine.specprefill.scoring import PromptReader, Scorer
+from headrace.engine.specprefill.selection import SelectionRule, select
+from headrace.engine.specprefill.sparse_cache import as_sparse
+from headrace.engine.specprefill.sparse_prefill import KeptFill, SparsePlan, SparsePrefill
 from headrace.pool.blas import engine_environment
 
 METHODS = ("carry_on", "two_passes", "random", "recency", "renumbered")

@@ -8,13 +8,13 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..protocol.errors import ErrorCode, RequestError
 from ..protocol.messages import Submit
 from ..protocol.options import ChatInput
-from .loader import LoadedModel
+from .loading.loader import LoadedModel
 from .prefill import DensePrefill
 from .prompt import build_prompt, system_prompt_tokens
 from .prompt_cache import PromptCache
 from .request import Request
 from .sampling import make_processors, make_sampler
-from .specprefill import SpecPrefill
+from .specprefill.policy import SpecPrefill
 from .text import PRIMING_TOKENS, Answer, AnswerFormat, Detokenizer
 
 

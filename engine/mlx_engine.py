@@ -20,12 +20,12 @@ from ..protocol.stream import cancelled_error, end_without_engine
 from .admission import Admission
 from .config import EngineConfig
 from .interface import EngineLoadError, OnLoading
-from .loader import LoadedModel, LoadProgress, ModelLoadError, load_model
+from .loading.loader import LoadedModel, LoadProgress, ModelLoadError, load_model
 from .prefill import DensePrefill
 from .prefill_schedule import GRAIN_TOKENS, PrefillSchedule
 from .prompt_cache import PromptCache
 from .request import Request
-from .specprefill import SpecPrefill
+from .specprefill.policy import SpecPrefill
 from .text import Piece
 
 WARM_UP_TOKENS = 64

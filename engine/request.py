@@ -12,8 +12,8 @@ from ..protocol.stream import cancelled_error, specprefill_not_run
 from .prefill import Prefill
 from .prompt import Prompt
 from .sampling import LogitsProcessor, Sampler
-from .sparse_prefill import SparsePrefill
-from .specprefill import FAILED, report_of
+from .specprefill.policy import FAILED, report_of
+from .specprefill.sparse_prefill import SparsePrefill
 from .text import Answer, Piece
 
 logger = logging.getLogger(__name__)

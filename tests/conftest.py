@@ -159,6 +159,6 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> TinyModelDir:
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The folder of the default model, fetched into the user's own cache the first time."""
-    from headrace.engine.default_model import fetch_default_model
+    from headrace.engine.loading.default_model import fetch_default_model
 
     return fetch_default_model()

@@ -9,9 +9,9 @@ from byte_tokenizer import byte_tokenizer
 from tiny_models import tiny_model
 
 from headrace.engine.config import EngineConfig, SpecPrefillConfig
-from headrace.engine.loader import LoadedModel
+from headrace.engine.loading.loader import LoadedModel
 from headrace.engine.mlx_engine import MlxEngine
-from headrace.engine.specprefill import SpecPrefill
+from headrace.engine.specprefill.policy import SpecPrefill
 from headrace.protocol.frames import RequestId
 from headrace.protocol.messages import Delta, End, Progress, Submit
 from headrace.protocol.options import ChatInput, CompletionInput, GenerationOptions

@@ -10,7 +10,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from headrace.engine.seams import AttentionCall, observed_attention
+from headrace.engine.specprefill.seams import AttentionCall, observed_attention
 
 VOCABULARY = 97
 

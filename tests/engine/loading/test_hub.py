@@ -22,7 +22,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # In a process of its own: the hub client reads its settings once.
 CODE = """
 import json, sys
-from headrace.engine.loader import ModelLoadError, load_model
+from headrace.engine.loading.loader import ModelLoadError, load_model
 reports = []
 try:
     loaded = load_model(sys.argv[1], on_progress=reports.append)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import CONFIGS, tiny_model
 
-from headrace.engine.model_support import check_carry_on, draft_mismatch, specprefill_support
+from headrace.engine.specprefill.model_support import check_carry_on, draft_mismatch, specprefill_support
 
 SPLIT = 2
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tiny_models import dense_cache, tiny_model, tokens
 
-from headrace.engine import scoring
-from headrace.engine.scoring import PromptReader, Scorer, default_layers
-from headrace.engine.seams import AttentionCall, SeamError, observed_attention
-from headrace.engine.sparse_cache import arrays_of
+from headrace.engine.specprefill import scoring
+from headrace.engine.specprefill.scoring import PromptReader, Scorer, default_layers
+from headrace.engine.specprefill.seams import AttentionCall, SeamError, observed_attention
+from headrace.engine.specprefill.sparse_cache import arrays_of
 
 QUERIES = 6
 

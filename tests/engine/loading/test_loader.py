@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from headrace.engine.loader import (
+from headrace.engine.loading.loader import (
     DEFAULT_CONTEXT_LENGTH,
     DEFAULT_MODEL,
     LoadProgress,

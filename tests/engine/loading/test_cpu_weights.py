@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model as load_weights
 
-from headrace.engine.cpu_weights import is_quantized, make_float32, weight_bytes
-from headrace.engine.host_memory import available_memory_bytes
-from headrace.engine.model_files import ignore_progress
+from headrace.engine.loading.cpu_weights import is_quantized, make_float32, weight_bytes
+from headrace.engine.loading.host_memory import available_memory_bytes
+from headrace.engine.loading.model_files import ignore_progress
 
 TinyModelDir = Callable[..., Path]
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import CONFIGS, tiny_model, tokens
 
-from headrace.engine.seams import (
+from headrace.engine.specprefill.seams import (
     AttentionCall,
     SeamError,
     explicit_positions,

@@ -8,15 +8,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..protocol.frames import SpecPrefillAbility, SpecPrefillReport
-from ..protocol.options import GenerationOptions
-from ..protocol.stream import specprefill_not_run
+from ...protocol.frames import SpecPrefillAbility, SpecPrefillReport
+from ...protocol.options import GenerationOptions
+from ...protocol.stream import specprefill_not_run
+from ..config import SpecPrefillConfig
+from ..loading.loader import LoadedModel, LoadProgress, ModelLoadError, load_model
+from ..loading.model_files import cache_folder
+from ..prefill import DensePrefill, Prefill
 from .calibration import load_calibration, model_fingerprint, scorer_for
-from .config import SpecPrefillConfig
-from .loader import LoadedModel, LoadProgress, ModelLoadError, load_model
-from .model_files import cache_folder
 from .model_support import check_carry_on, draft_mismatch, specprefill_support
-from .prefill import DensePrefill, Prefill
 from .scoring import Scorer
 from .selection import SelectionRule
 from .sparse_prefill import SparsePlan, SparsePrefill

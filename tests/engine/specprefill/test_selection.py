@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.selection import SelectionRule, select, smooth
+from headrace.engine.specprefill.selection import SelectionRule, select, smooth
 
 RULES = st.builds(
     SelectionRule,

