@@ -1,9 +1,9 @@
 """An engine without a model, for tests and for measuring everything that is not a model.
 
 Same interface as the real one. A prompt token is a word. The tokens of an answer depend on the prompt and
-the seed only, so that a test knows what must come: `scripted_token`; a token's id is its index. `max_tokens` is
-honoured, and nothing else ends an answer; options that need a model (sampling, stop strings, logprobs) change
-nothing.
+the seed only, so that a test knows what must come: `scripted_token`; a token's id is its index. `max_tokens`
+is honoured, and nothing else ends an answer; options that need a model (sampling, stop strings, logprobs)
+change nothing.
 
 A prompt that contains one of these misbehaves when its third token is due:
 

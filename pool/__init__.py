@@ -3,8 +3,8 @@
 from .config import ModelSpec, PoolConfig
 from .pool import ModelLoadFailed, Pool, PoolStatistics, WorkerStatistics
 from .request import Sink, Ticket
+from .states import WorkerState, WorkerStatus
 from .stream import PoolStream
-from .supervisor import WorkerState, WorkerStatus
 
 __all__ = [
     "ModelLoadFailed",

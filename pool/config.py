@@ -22,20 +22,36 @@ class PoolConfig:
     models: tuple[ModelSpec, ...]
     max_in_flight: int = 16
     """Requests that one engine process is given at a time."""
+    max_paused: int = 64
+    """Requests beyond those that an engine process may hold while their clients give no credit."""
     max_queue: int = 64
-    """Requests of one model that may wait for an engine process."""
+    """Requests of one model that may wait for an engine process, those not counted whose engine was lost."""
     default_max_tokens: int = 512
     default_temperature: float = 0.0
     progress_interval_s: float = 0.5
     """How often a queued request hears of its place."""
     cancel_timeout_s: float = 30.0
-    """How long an engine may take to confirm a cancel before that is logged."""
+    """How long an engine may take to confirm a cancel before it is replaced."""
 
+    max_engine_deaths_per_request: int = 2
+    """A request that so many engine processes died under fails. 1: none is tried again."""
+    hang_timeout_s: float = 30.0
+    """How old the last step of an engine may get before its process is killed and replaced."""
+    load_timeout_s: float = 600.0
+    """The same while loading, for the last progress of it."""
+    memory_limit_bytes: int | None = None
+    """An engine process that has more is replaced; its requests go on in the next. None: no limit."""
+    replace_drain_s: float = 10.0
+    """How long requests may end in a process that is to be replaced, before they go on elsewhere."""
+
+    max_restarts_in_a_row: int = 8
+    """An engine process that was started so often, each time without completing a request, is given up."""
     restart_backoff_initial_s: float = 0.5
     """Wait before the first restart of an engine process; doubles with every failure in a row."""
     restart_backoff_max_s: float = 30.0
     restart_reset_after_s: float = 60.0
-    """An engine process that was ready for this long has no failures in a row behind it."""
+    """An engine process that was ready for this long has no failures in a row behind it; nor has one that
+    completed a request."""
 
     shutdown_cancel_s: float = 2.0
     """At exit: how long engines may take to end the requests that run."""
@@ -63,11 +79,21 @@ class PoolConfig:
             raise ValueError(f"model names and aliases must differ: {', '.join(names)}")
         if any(spec.workers < 1 for spec in self.models):
             raise ValueError("a model needs at least one worker")
-        if self.max_in_flight < 1 or self.max_queue < 0 or self.default_max_tokens < 1:
-            raise ValueError("max_in_flight and default_max_tokens must be at least 1, max_queue at least 0")
+        if min(self.max_in_flight, self.default_max_tokens, self.max_engine_deaths_per_request) < 1:
+            raise ValueError(
+                "max_in_flight, default_max_tokens and max_engine_deaths_per_request must be at least 1"
+            )
+        if min(self.max_queue, self.max_paused, self.max_restarts_in_a_row, self.replace_drain_s) < 0:
+            raise ValueError(
+                "max_queue, max_paused, max_restarts_in_a_row and replace_drain_s must not be negative"
+            )
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
+            raise ValueError("memory_limit_bytes must be greater than 0, or None")
         for name in (
             "progress_interval_s",
             "cancel_timeout_s",
+            "hang_timeout_s",
+            "load_timeout_s",
             "restart_backoff_initial_s",
             "restart_backoff_max_s",
             "stop_timeout_s",

@@ -1,42 +1,30 @@
 """All engine processes of one model, and the requests that wait for one of them or run in one.
 
-A group owns its requests from admission to their end. Every request leaves through `_finish`, whatever the
-way out: ended by its engine, cancelled while queued, its engine gone, its model failed.
+A group owns its requests from admission to their end. A request whose engine process has gone goes back to
+the head of the line and on in the next one (`_lose`). Every request leaves through `_finish`, whatever the
+way out: ended by its engine, cancelled while queued, too many engines gone, its model failed.
 """
 
 import asyncio
-import logging
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
 from ..protocol.errors import BusyError, ErrorCode
-from ..protocol.frames import ModelInfo, RequestId, SpecPrefillAbility
-from ..protocol.messages import Cancel, CancelReason, End, Event, Progress
+from ..protocol.frames import ModelInfo
+from ..protocol.messages import Cancel, CancelReason, Credit, End, Event, Progress
 from .config import ModelSpec, PoolConfig
+from .line import Line
+from .quarantine import blame
 from .request import Request, RequestEvent, RequestState, engine_died, model_failed
-from .router import WorkerLoad, choose_worker
-from .supervisor import Supervisor, WorkerState, WorkerStatus
+from .router import choose_worker
+from .seat import Seat
+from .states import WorkerState, WorkerStatus, model_info
+from .supervisor import Supervisor
 
 RETRY_AFTER_MIN_MS = 100
 RETRY_AFTER_MAX_MS = 60_000
 RETRY_AFTER_UNKNOWN_MS = 1000
 """The hint before any request has ended."""
 _AVERAGE_WEIGHT = 0.2
-
-_ModelState = Literal["loading", "ready", "restarting", "failed"]
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Seat:
-    """A worker, and the requests that it has been given."""
-
-    worker: Supervisor
-    requests: dict[RequestId, Request] = field(default_factory=dict)
-    num_tokens: int = 0
 
 
 class WorkerGroup:
@@ -61,14 +49,16 @@ class WorkerGroup:
         self._on_end = on_end
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[Request] = deque()
-        self._seats: dict[str, _Seat] = {}
+        self._line = Line()
+        self._parked: list[Request] = []
+        self._seats: dict[str, Seat] = {}
         self._ticker: asyncio.TimerHandle | None = None
         self._mean_run_s: float | None = None
+        self._num_recovered = 0
         self._is_closing = False
         for index in range(spec.workers):
             worker = Supervisor(f"{spec.name}/{index}", spec, config, environment, self)
-            self._seats[worker.name] = _Seat(worker)
+            self._seats[worker.name] = Seat(worker, config.max_paused)
 
     # --- processes ---
 
@@ -88,7 +78,7 @@ class WorkerGroup:
         for seat in self._seats.values():
             seat.worker.kill()
             self._lose(seat)
-        for request in list(self._queue):
+        for request in [*self._line, *self._parked]:
             self._finish_here(request, request.cancelled_end("shutdown", self._loop.time()))
 
     @property
@@ -113,8 +103,18 @@ class WorkerGroup:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for a worker."""
-        return len(self._queue)
+        """Requests that wait for a worker, or for credit before they need one again."""
+        return len(self._line) + len(self._parked)
+
+    @property
+    def num_recovered(self) -> int:
+        """How often a request went back into the line because its engine process had gone."""
+        return self._num_recovered
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are several workers."""
+        return len(self._seats) > 1
 
     def num_running(self, worker: str) -> int:
         """Return how many requests a worker has."""
@@ -122,24 +122,7 @@ class WorkerGroup:
 
     def model_info(self, *, default: bool) -> ModelInfo:
         """Return the model as clients see it."""
-        workers = self.workers
-        info = next((worker.info for worker in workers if worker.info is not None), None)
-        not_loaded: SpecPrefillAbility = {"supported": False, "reason": "not_loaded", "draft": None}
-        return {
-            "name": self._spec.name,
-            "state": self._state_for_clients(has_been_ready=info is not None),
-            "context_length": info.context_length if info else None,
-            "chat": info.chat if info else None,
-            "specprefill": info.specprefill if info else not_loaded,
-            "default": default,
-        }
-
-    def _state_for_clients(self, *, has_been_ready: bool) -> _ModelState:
-        if self.is_ready:
-            return "ready"
-        if self.is_failed:
-            return "failed"
-        return "restarting" if has_been_ready else "loading"
+        return model_info(self._spec.name, self.workers, default=default)
 
     # --- requests ---
 
@@ -152,14 +135,13 @@ class WorkerGroup:
         """
         if self.is_failed:
             raise model_failed(self._spec.name)
-        if len(self._queue) >= self._config.max_queue and self._choose() is None:
+        if self._line.num_fresh >= self._config.max_queue and not self._has_room_for_fresh():
             raise BusyError(
                 ErrorCode.QUEUE_FULL,
-                f"{len(self._queue)} requests wait for {self._spec.name!r}, and no more may",
+                f"{self._line.num_fresh} requests wait for {self._spec.name!r}, and no more may",
                 retry_after_ms=self._retry_after_ms(),
             )
-        request.num_ahead = len(self._queue)
-        self._queue.append(request)
+        request.num_ahead = self._line.push(request)
         timeout_ms = request.options.timeout_ms
         if timeout_ms is not None:
             self._set_timer(request, timeout_ms / 1000, lambda: self.cancel(request, "deadline"))
@@ -173,65 +155,104 @@ class WorkerGroup:
     def cancel(self, request: Request, reason: CancelReason) -> None:
         """Let a request go: at once if it waits, else as soon as its engine has. The first reason counts."""
         match request.state:
-            case RequestState.QUEUED:
+            case RequestState.QUEUED | RequestState.PARKED:
                 self._finish_here(request, request.cancelled_end(reason, self._loop.time()))
             case RequestState.RUNNING:
                 request.apply(RequestEvent.CANCEL)
                 request.cancel_reason = reason
                 self._seat_of(request).worker.send(Cancel(request.rid, reason))
                 limit_s = self._config.cancel_timeout_s
-                self._set_timer(request, limit_s, lambda: self._note_unconfirmed(request))
+                self._set_timer(request, limit_s, lambda: self._give_up_engine(request))
             case RequestState.CANCELLING | RequestState.ENDED:
                 pass
 
-    def _seat_of(self, request: Request) -> _Seat:
+    def credit(self, request: Request, num_tokens: int) -> None:
+        """Allow a request so many more tokens; one without a `window` needs none."""
+        if request.window is None or request.state is RequestState.ENDED:
+            return
+        request.window.grant(num_tokens)
+        if request.state is RequestState.PARKED:
+            self._parked.remove(request)
+            request.apply(RequestEvent.CREDIT)
+            self._line.push(request)
+            self._dispatch()
+            self._start_ticker()
+        elif request.state is RequestState.RUNNING:
+            self._pass_credit(self._seat_of(request), request)
+
+    def _pass_credit(self, seat: Seat, request: Request) -> bool:
+        """Tell the engine of new credit; return whether the request's pause has made room for another."""
+        if request.window is None:
+            return False
+        if request.state is RequestState.RUNNING and (due := request.window.take_due(request.num_tokens)):
+            seat.worker.send(Credit(request.rid, due))
+        return seat.note_pause(request)
+
+    def _seat_of(self, request: Request) -> Seat:
         return next(seat for seat in self._seats.values() if request.rid in seat.requests)
 
     def _set_timer(self, request: Request, delay_s: float, callback: Callable[[], None]) -> None:
         request.timers.append(self._loop.call_later(delay_s, callback))
 
-    def _note_unconfirmed(self, request: Request) -> None:
-        # The watchdog of issue 4 starts here: an engine that does not let go is stuck and must be replaced.
-        # Until then the request keeps its place, and the end of the pool or of the process ends it.
+    def _give_up_engine(self, request: Request) -> None:
+        """Have an engine process replaced that does not let a cancelled request go."""
         limit_s = self._config.cancel_timeout_s
-        _log.error("%s has not let request %s go for %.0f s", self._spec.name, request.rid, limit_s)
+        worker = self._seat_of(request).worker
+        worker.give_up_process(f"has not let request {request.rid} go for {limit_s:.0f} s")
 
-    # --- from the queue to the engines ---
+    # --- from the line to the engines ---
 
-    def _choose(self) -> str | None:
-        loads = [
-            WorkerLoad(name, seat.worker.state is WorkerState.READY, len(seat.requests), seat.num_tokens)
-            for name, seat in self._seats.items()
-        ]
-        return choose_worker(loads, max_in_flight=self._config.max_in_flight)
+    def _has_room_for_fresh(self) -> bool:
+        """Whether there is room beyond what those need that have lost their engine."""
+        limit = self._config.max_in_flight
+        ready = (seat for seat in self._seats.values() if seat.worker.state is WorkerState.READY)
+        return sum(max(0, limit - seat.num_active) for seat in ready) > self._line.num_recovering
 
     def _dispatch(self) -> None:
-        """Give waiting requests to workers, first come first served, until there are none or no room."""
-        while self._queue and not self._is_closing and (name := self._choose()) is not None:
-            request, seat, now_s = self._queue.popleft(), self._seats[name], self._loop.time()
-            request.apply(RequestEvent.DISPATCH)
+        """Give waiting requests to workers, until there are none, or no room."""
+        if self._is_closing:
+            return
+        for request in self._line.recovering:
+            self._try_worker(request)
+        while (fresh := self._line.first_fresh) is not None and self._has_room_for_fresh():
+            if not self._try_worker(fresh):
+                break
+
+    def _try_worker(self, request: Request) -> bool:
+        """Give a request to the best worker that can take it; return whether there is one."""
+        loads = [seat.load(request) for seat in self._seats.values()]
+        name = choose_worker(loads, max_in_flight=self._config.max_in_flight)
+        if name is None:
+            return False
+        seat, now_s = self._seats[name], self._loop.time()
+        self._line.serve(request)
+        request.apply(RequestEvent.DISPATCH)
+        if request.num_tokens == 0:
             request.dispatched_s = now_s
-            seat.requests[request.rid] = request
-            seat.num_tokens += request.estimated_tokens
-            seat.worker.send(request.submit_message(now_s))
+        seat.add(request)
+        seat.worker.send(request.submit_message(now_s))
+        return True
 
     def _retry_after_ms(self) -> int:
-        """Guess when the queue will next have room: requests end one after another, so many at a time."""
+        """Guess when the line will next have room: requests end one after another, so many at a time."""
+        if not self.is_ready:
+            loads_s = [worker.info.load_s for worker in self.workers if worker.info is not None]
+            return min(max([RETRY_AFTER_UNKNOWN_MS, *(int(s * 1000) for s in loads_s)]), RETRY_AFTER_MAX_MS)
         if self._mean_run_s is None:
             return RETRY_AFTER_UNKNOWN_MS
-        num_running = sum(len(seat.requests) for seat in self._seats.values())
+        num_running = sum(seat.num_active for seat in self._seats.values())
         next_end_ms = int(self._mean_run_s * 1000 / max(1, num_running))
         return min(max(next_end_ms, RETRY_AFTER_MIN_MS), RETRY_AFTER_MAX_MS)
 
     # --- progress of those that wait ---
 
     def _start_ticker(self) -> None:
-        if self._ticker is None and self._queue:
+        if self._ticker is None and self._line:
             self._ticker = self._loop.call_later(self._config.progress_interval_s, self._tick)
 
     def _tick(self) -> None:
         self._ticker = None
-        for num_ahead, request in enumerate(list(self._queue)):
+        for num_ahead, request in enumerate(list(self._line)):
             self._report_queued(request, num_ahead)
         self._start_ticker()
 
@@ -240,12 +261,15 @@ class WorkerGroup:
 
         `load`: as far as the worker is that has come furthest, in whatever unit that stage of loading counts.
         `queue`: `processed` of the `total` requests that were ahead at first have left.
+        `recover`: its engine process, or another one; how long that takes, nobody knows.
         """
         if request.state is not RequestState.QUEUED:
             return
-        if self.is_ready:
-            processed = max(0, request.num_ahead - num_ahead)
-            progress = Progress(request.rid, "queue", processed, request.num_ahead)
+        if request.is_recovering:
+            progress = Progress(request.rid, "recover", 0, None)
+        elif self.is_ready:
+            request.num_passed = max(request.num_passed, request.num_ahead - num_ahead)
+            progress = Progress(request.rid, "queue", request.num_passed, request.num_ahead)
         else:
             stages = [worker.loading for worker in self.workers if worker.loading is not None]
             done, total = (stages[0].done, stages[0].total) if stages else (0, None)
@@ -256,49 +280,78 @@ class WorkerGroup:
 
     def on_events(self, worker: Supervisor, events: list[Event]) -> None:
         """Give events to the requests that they belong to; those of requests that have ended are dropped."""
-        requests = self._seats[worker.name].requests
+        seat, now_s = self._seats[worker.name], self._loop.time()
         has_room = False
         for event in events:
-            request = requests.get(event.rid)
+            request = seat.requests.get(event.rid)
             if request is None:
                 continue
             if isinstance(event, End):
-                self._finish(request, event)
-                request.deliver(event)
+                if event.usage["prompt_tokens"]:
+                    seat.note_read(request)
+                end = request.settled(event, now_s)
+                self._finish(request, end)
+                request.deliver(end)
                 has_room = True
             else:
-                request.deliver(event)
+                was_suspect = request.record.is_suspect
+                request.deliver(event, now_s)
+                has_room |= self._pass_credit(seat, request)
+                has_room |= was_suspect and not request.record.is_suspect
         if has_room:
             self._dispatch()
 
     def on_state(self, worker: Supervisor, previous: WorkerState) -> None:
         """Note that a worker has come or gone."""
-        if previous is WorkerState.READY:
-            self._lose(self._seats[worker.name])
+        seat = self._seats[worker.name]
+        if previous.has_requests and not worker.state.has_requests:
+            self._lose(seat)
+        if worker.state is WorkerState.DRAINING and not seat.requests:
+            worker.end_drained()
         if self.is_failed:
-            for request in list(self._queue):
+            for request in [*self._line, *self._parked]:
                 end = request.failed_end(model_failed(self._spec.name), self._loop.time())
                 self._finish_here(request, end)
-        if worker.state is WorkerState.READY:
-            self._dispatch()
+        self._dispatch()
         self._on_change(worker.status)
 
     def on_loading(self, worker: Supervisor) -> None:
         """Note that a worker's loading has advanced."""
         self._on_change(worker.status)
 
-    def _lose(self, seat: _Seat) -> None:
-        """End the requests of a worker that is no longer there."""
-        for request in list(seat.requests.values()):
-            self._finish_here(request, self._lost_end(request, self._loop.time()))
+    # --- when an engine process has gone ---
 
-    def _lost_end(self, request: Request, now_s: float) -> End:
-        """Return the end of a request whose engine has gone. Issue 4 puts it back into the queue instead."""
+    def _lose(self, seat: Seat) -> None:
+        """Have the requests of a process that has gone go on in another, or end."""
+        seat.forget()
+        requests = list(seat.requests.values())
+        if not seat.worker.was_replaced:
+            running = [request.record for request in requests if not seat.is_paused(request)]
+            blame(running, max_deaths=self._config.max_engine_deaths_per_request)
+        # The shortest first: suspects go on one after another.
+        for request in sorted(requests, key=lambda request: request.estimated_tokens):
+            if (end := self._end_of_lost(request)) is not None:
+                self._finish_here(request, end)
+                continue
+            seat.remove(request)
+            self._num_recovered += 1
+            request.lose_engine()
+            if request.state is RequestState.PARKED:
+                self._parked.append(request)
+            else:
+                self._line.push(request)
+        self._start_ticker()
+
+    def _end_of_lost(self, request: Request) -> End | None:
+        """Return the end of a request that lost its engine and is not gone on with; None: it goes on."""
+        now_s, num_deaths = self._loop.time(), request.record.num_deaths
         if request.cancel_reason is not None:
             return request.cancelled_end(request.cancel_reason, now_s)
         if self._is_closing:
             return request.cancelled_end("shutdown", now_s)
-        return request.failed_end(engine_died(), now_s)
+        if num_deaths >= self._config.max_engine_deaths_per_request or not request.can_recover:
+            return request.failed_end(engine_died(num_deaths), now_s)
+        return None
 
     # --- the way out ---
 
@@ -309,18 +362,22 @@ class WorkerGroup:
 
     def _finish(self, request: Request, end: End) -> None:
         """Release a request: the one place where it leaves the queue, its worker and the pool."""
-        was_queued = request.state is RequestState.QUEUED
+        was = request.state
         request.apply(RequestEvent.END)
         for timer in request.timers:
             timer.cancel()
         request.timers.clear()
-        if was_queued:
-            self._queue.remove(request)
-        else:
-            seat = self._seat_of(request)
-            del seat.requests[request.rid]
-            seat.num_tokens -= request.estimated_tokens
-            self._note_run(request)
+        match was:
+            case RequestState.QUEUED:
+                self._line.remove(request)
+            case RequestState.PARKED:
+                self._parked.remove(request)
+            case _:
+                seat = self._seat_of(request)
+                seat.remove(request)
+                self._note_run(request)
+                if not seat.requests:
+                    seat.worker.end_drained()
         self._on_end(request, end)
 
     def _note_run(self, request: Request) -> None:

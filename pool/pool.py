@@ -28,8 +28,8 @@ from .blas import engine_environment
 from .config import PoolConfig
 from .group import WorkerGroup
 from .request import Request, Sink, Ticket
+from .states import WorkerStatus
 from .stream import PoolStream
-from .supervisor import WorkerStatus
 
 OnChange = Callable[[WorkerStatus], None]
 """Told, in the event loop, when the state of an engine process has changed or its loading has advanced."""
@@ -76,13 +76,15 @@ class PoolStatistics:
 
     workers: tuple[WorkerStatistics, ...]
     queued: Mapping[str, int]
-    """Requests that wait, by model."""
+    """Requests that wait, by model; also those that have lost their engine process and go on later."""
     in_flight: int
     """Requests that have been accepted and have not ended, waiting ones included."""
     started_total: int
     ended_total: Mapping[Status, int]
     refused_total: Mapping[str, int]
     """Requests that were not taken, by error code."""
+    recovered_total: int
+    """How often a request lost its engine process and went on."""
 
 
 class Pool:
@@ -132,13 +134,14 @@ class Pool:
 
     # --- requests ---
 
-    def start(self, frame: RequestFrame, sink: Sink, *, tenant: str = "") -> Ticket:
+    def start(self, frame: RequestFrame, sink: Sink, *, tenant: str = "", client: str = "") -> Ticket:
         """Take a request. Never blocks.
 
         Args:
             sink: called in the event loop with the request's events, in order, never before this has returned
                 nor from within `cancel`; the last event is the only `End`.
             tenant: prompts are cached for the same tenant only.
+            client: whoever shares a tenant and this takes turns with all others when requests must wait.
 
         Raises:
             HeadraceError: the request is refused: `model_not_found`, `queue_full` (with `retry_after_ms`),
@@ -153,6 +156,8 @@ class Pool:
                 sink,
                 tenant=tenant,
                 accepted_s=asyncio.get_running_loop().time(),
+                client=client,
+                with_fingerprint=group.has_choice,
             )
             queue_position = group.admit(request)
         except HeadraceError as error:
@@ -162,14 +167,14 @@ class Pool:
         self._started_total += 1
         return Ticket(request.rid, options, queue_position)
 
-    def submit(self, frame: RequestFrame, *, tenant: str = "") -> PoolStream:
+    def submit(self, frame: RequestFrame, *, tenant: str = "", client: str = "") -> PoolStream:
         """Take a request and return its events as an async iterator.
 
         Raises:
             HeadraceError: as `start` does, here and not while iterating.
         """
         return PoolStream(
-            lambda sink: self.start(frame, sink, tenant=tenant),
+            lambda sink: self.start(frame, sink, tenant=tenant, client=client),
             lambda ticket, reason: self.cancel(ticket.rid, reason),
         )
 
@@ -182,6 +187,12 @@ class Pool:
         if (entry := self._requests.get(rid)) is not None:
             group, request = entry
             group.cancel(request, reason)
+
+    def credit(self, rid: RequestId, tokens: int) -> None:
+        """Allow a request with a `window` so many more tokens. Unknown and ended ids are no error."""
+        if (entry := self._requests.get(rid)) is not None:
+            group, request = entry
+            group.credit(request, tokens)
 
     def _resolve(self, frame: RequestFrame) -> tuple[WorkerGroup, GenerationOptions]:
         if self._state is PoolState.NEW:
@@ -232,6 +243,7 @@ class Pool:
             started_total=self._started_total,
             ended_total=dict(self._ended_total),
             refused_total=dict(self._refused_total),
+            recovered_total=sum(group.num_recovered for group in self._groups.values()),
         )
 
     async def wait_ready(self, timeout_s: float) -> None:

@@ -50,6 +50,7 @@ class EngineProcess:
         self._on_reports = on_reports
         self._on_death = on_death
         self._exited = asyncio.Event()  # the sentinel has fired
+        self._killed = asyncio.Event()  # SIGKILL has been sent
         self._read_to_end = asyncio.Event()  # the last report has been delivered
         self._ended = asyncio.Event()  # on_death has been called
         self._process: SpawnProcess | None = None
@@ -94,8 +95,8 @@ class EngineProcess:
             command_write,
             on_reports=self._on_reports,
             on_closed=self._read_to_end.set,
-            # A submit and a cancel for every request, and as much again for those that ended meanwhile.
-            max_commands=4 * self._config.max_in_flight + 16,
+            # Submit, credit and cancel for every request, and as much again for those that ended meanwhile.
+            max_commands=6 * (self._config.max_in_flight + self._config.max_paused) + 16,
         )
         self._channel.start()
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_sentinel, process.sentinel)
@@ -112,9 +113,10 @@ class EngineProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process now."""
+        """Kill the process now. One that the system does not remove in time counts as dead."""
         if self._process is not None and not self._exited.is_set():
             self._process.kill()
+            self._killed.set()
 
     async def stop(self) -> None:
         """End the process: ask, then SIGTERM, then SIGKILL, each with its deadline."""
@@ -131,8 +133,7 @@ class EngineProcess:
         if await _wait(self._ended, config.terminate_timeout_s):
             return
         self.kill()
-        if not await _wait(self._ended, config.kill_timeout_s + config.last_reports_timeout_s):
-            _log.error("%s (process %s) can't be killed: leaving it", self._name, self.pid)
+        await _wait(self._ended, 2 * config.kill_timeout_s + config.last_reports_timeout_s)
 
     def _on_sentinel(self, sentinel: int) -> None:
         asyncio.get_running_loop().remove_reader(sentinel)
@@ -140,14 +141,19 @@ class EngineProcess:
 
     async def _watch_end(self, process: SpawnProcess, channel: Channel) -> None:
         """Wait for the end of the process, whichever of its two signs comes first, and report it."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._exited, self._read_to_end)]
+        signs = (self._exited, self._read_to_end, self._killed)
+        waits = [asyncio.create_task(event.wait()) for event in signs]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not await _wait(self._exited, self._config.last_reports_timeout_s):
+            if not self._killed.is_set() and not await _wait(
+                self._exited, self._config.last_reports_timeout_s
+            ):
                 _log.error("%s has closed its pipe and lives on: killing it", self._name)
                 self.kill()
-                await self._exited.wait()
-            if not await _wait(self._read_to_end, self._config.last_reports_timeout_s):
+            if not await _wait(self._exited, self._config.kill_timeout_s):
+                _log.error("%s (process %s) can't be killed: leaving it", self._name, process.pid)
+                asyncio.get_running_loop().remove_reader(process.sentinel)
+            elif not await _wait(self._read_to_end, self._config.last_reports_timeout_s):
                 _log.warning("%s is dead, but its pipe does not end: what it sent last is lost", self._name)
             exit_code = await self._reap(process)
         finally:
@@ -159,6 +165,8 @@ class EngineProcess:
 
     async def _reap(self, process: SpawnProcess) -> int | None:
         """Return the exit code. The sentinel fires a moment before the system has it."""
+        if not self._exited.is_set():
+            return None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.kill_timeout_s):
                 while process.exitcode is None:  # noqa: ASYNC110 (the system has no event for it)

@@ -1,9 +1,13 @@
-"""One request in the pool: its state, what was delivered of it, and its end where no engine tells one."""
+"""One request in the pool: its state, what was delivered of it, and its end where no engine tells one.
+
+A request outlives its engine. It keeps the tokens that were delivered; the next engine gets them with the
+prompt and goes on after them. For its client, the whole is one stream: `settled` says what its end counts.
+"""
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import assert_never
@@ -13,12 +17,12 @@ from ..protocol.frames import RequestFrame, RequestId, Status
 from ..protocol.messages import CancelReason, Delta, End, Event, Progress, Submit
 from ..protocol.options import ChatInput, GenerationOptions
 from ..protocol.stream import cancelled_error, end_without_engine
+from .prefix import CHARS_PER_TOKEN, Fingerprint, fingerprint
+from .quarantine import Record
+from .window import Window
 
 Sink = Callable[[Event], None]
 """Takes the events of a request, in the event loop, in order; the last is its only `End`."""
-
-CHARS_PER_TOKEN = 4
-"""A guess for the router: the pool has no tokenizer."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +35,8 @@ class RequestState(Enum):
     """An engine process has it."""
     CANCELLING = auto()
     """An engine process has it and was told to let it go."""
+    PARKED = auto()
+    """Its engine process has gone, and its client allows no more tokens: it needs none until then."""
     ENDED = auto()
 
 
@@ -39,18 +45,26 @@ class RequestEvent(Enum):
 
     DISPATCH = auto()
     CANCEL = auto()
+    LOSE = auto()
+    """Its engine process has gone, and another is to go on with it."""
+    PARK = auto()
+    """The same, but not yet."""
+    CREDIT = auto()
     END = auto()
 
 
 _S, _E = RequestState, RequestEvent
 
-# A request whose engine has died ends. Going back to QUEUED with the text so far is issue 4's.
 TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = MappingProxyType(
     {
         (_S.QUEUED, _E.DISPATCH): _S.RUNNING,
         (_S.QUEUED, _E.END): _S.ENDED,
         (_S.RUNNING, _E.CANCEL): _S.CANCELLING,
+        (_S.RUNNING, _E.LOSE): _S.QUEUED,
+        (_S.RUNNING, _E.PARK): _S.PARKED,
         (_S.RUNNING, _E.END): _S.ENDED,
+        (_S.PARKED, _E.CREDIT): _S.QUEUED,
+        (_S.PARKED, _E.END): _S.ENDED,
         (_S.CANCELLING, _E.CANCEL): _S.CANCELLING,
         (_S.CANCELLING, _E.END): _S.ENDED,
     }
@@ -80,21 +94,42 @@ class Request:
         *,
         tenant: str,
         accepted_s: float,
+        client: str = "",
+        with_fingerprint: bool = False,
     ) -> None:
         self.rid = rid
         self.frame = frame
         self.options = options
         self.tenant = tenant
+        self.client_key = (tenant, client)
+        """Whose turns it takes in the line."""
         self.accepted_s = accepted_s
         self.dispatched_s: float | None = None
+        """When the engine got it that made its first token; until there is one, the last engine."""
+        self.first_token_s: float | None = None
         self.num_ahead = 0
         """Requests that waited ahead of it when it was accepted."""
+        self.num_passed = 0
+        """How many of them have left, as its client was told."""
         self.cancel_reason: CancelReason | None = None
         self.estimated_tokens = _estimate_tokens(frame, options)
         self.num_tokens = 0
         """Tokens delivered: the sum of `n` over its deltas."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.generated: list[int] = []
+        """The ids of the tokens delivered: where another engine goes on."""
+        self.window = None if options.window is None else Window(options.window)
+        self.record = Record()
+        """What deaths of engines are held against it."""
+        self.is_recovering = False
+        """Whether its engine has gone, and no token has come of another yet."""
+        self.fingerprint: Fingerprint = ()
+        if with_fingerprint and options.cache_prompt:
+            self.fingerprint = fingerprint(frame.input, tenant)
+        self._was_recovered = False
+        """Whether its first token came of another engine than its last."""
+        self._has_deltas = False
         self.timers: list[asyncio.TimerHandle] = []
         """Cancelled when it ends."""
         self._state = RequestState.QUEUED
@@ -112,15 +147,31 @@ class Request:
         except KeyError:
             raise IllegalTransition(f"{event.name} in {self._state.name}") from None
 
-    def deliver(self, event: Event) -> None:
+    @property
+    def can_recover(self) -> bool:
+        """Whether another engine could go on: not without the ids of all tokens delivered."""
+        return len(self.generated) == self.num_tokens
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its engine waits for credit."""
+        return self.window is not None and self.window.is_paused(self.num_tokens)
+
+    def lose_engine(self) -> None:
+        """Go back to the queue, or wait for credit: the engine has gone."""
+        may_go_on = self.window is None or self.window.left(self.num_tokens) > 0
+        self.apply(RequestEvent.LOSE if may_go_on else RequestEvent.PARK)
+        self.is_recovering = True
+        self._was_recovered = self.num_tokens > 0
+        self.deliver(Progress(self.rid, "recover", 0, None))
+
+    def deliver(self, event: Event, now_s: float = 0.0) -> None:
         """Hand an event to the sink, which must not raise; a broken one gets nothing more."""
         match event:
             case Delta():
-                self.num_tokens += event.n
+                self._note_delta(event, now_s)
             case Progress():
-                if event.prompt_tokens is not None:
-                    self.prompt_tokens = event.prompt_tokens
-                self.cached_tokens = max(self.cached_tokens, event.cached)
+                event = self._note_progress(event)
             case End():
                 pass
             case _:
@@ -131,15 +182,61 @@ class Request:
             _log.exception("the receiver of request %s failed: it hears nothing more", self.rid)
             self._sink = _ignore
 
+    def _note_delta(self, event: Delta, now_s: float) -> None:
+        # The sink may merge later deltas into this one: what is kept of it is copied here.
+        self.num_tokens += event.n
+        self.generated += event.tokens
+        self._has_deltas = True
+        self.record.note_tokens(event.n)
+        if event.n:
+            self.is_recovering = False
+            if self.first_token_s is None:
+                self.first_token_s = now_s
+
+    def _note_progress(self, event: Progress) -> Progress:
+        if event.prompt_tokens is not None:
+            self.prompt_tokens = event.prompt_tokens
+        if not self._was_recovered:
+            self.cached_tokens = max(self.cached_tokens, event.cached)
+        return replace(event, phase="recover") if self.is_recovering else event
+
     def submit_message(self, now_s: float) -> Submit:
-        """Return the message that starts the request in an engine."""
+        """Return the message that starts the request in an engine, or has it go on there."""
+        options = self.options
+        if self._has_deltas and options.echo:
+            options = options.model_copy(update={"echo": False})  # The client has the prompt.
         return Submit(
             rid=self.rid,
             input=self.frame.input,
-            options=self.options,
+            options=options,
             tenant=self.tenant,
             queue_ms=(now_s - self.accepted_s) * 1000,
             max_tokens_is_default=self.frame.options.max_tokens is None,
+            generated=list(self.generated),
+            credit=None if self.window is None else self.window.begin(self.num_tokens),
+        )
+
+    def settled(self, end: End, now_s: float) -> End:
+        """Return the end that an engine reported, as it is for the whole stream.
+
+        The wait, the time to the first token and the cached tokens are those of the engine that made the
+        first token. Decoding lasts from that token to the end, whatever happened between. How long scoring
+        and prefill took, that engine would have said at its end: unknown. `specprefill` is the last one's.
+        """
+        if not self._was_recovered or self.dispatched_s is None or self.first_token_s is None:
+            return end
+        decode_s, num_tokens = now_s - self.first_token_s, end.usage["completion_tokens"]
+        return replace(
+            end,
+            usage={**end.usage, "cached_tokens": self.cached_tokens},
+            timings={
+                "queue_ms": _ms(self.dispatched_s - self.accepted_s),
+                "score_ms": None,
+                "prefill_ms": None,
+                "ttft_ms": _ms(self.first_token_s - self.accepted_s),
+                "decode_ms": _ms(decode_s),
+                "tokens_per_s": round((num_tokens - 1) / decode_s, 3) if decode_s > 0 else None,
+            },
         )
 
     def cancelled_end(self, reason: CancelReason, now_s: float) -> End:
@@ -165,14 +262,15 @@ class Request:
         )
 
 
-def engine_died() -> ServerError:
-    """Return the error of a request whose engine process has gone."""
-    return ServerError(ErrorCode.ENGINE_DIED, "the engine process died; another is being started")
+def engine_died(num_deaths: int) -> ServerError:
+    """Return the error of a request that is not tried again after so many engines died under it."""
+    what = "the engine process" if num_deaths <= 1 else f"{num_deaths} engine processes, one after another,"
+    return ServerError(ErrorCode.ENGINE_DIED, f"{what} died while this request was running")
 
 
 def model_failed(model: str) -> ServerError:
-    """Return the error of a request for a model that cannot be loaded; the log says why."""
-    return ServerError(ErrorCode.ENGINE_ERROR, f"the model {model!r} could not be loaded")
+    """Return the error of a request for a model that cannot be loaded, or not be kept; the log says why."""
+    return ServerError(ErrorCode.ENGINE_ERROR, f"the model {model!r} could not be loaded or kept running")
 
 
 def _estimate_tokens(frame: RequestFrame, options: GenerationOptions) -> int:
@@ -184,6 +282,10 @@ def _estimate_tokens(frame: RequestFrame, options: GenerationOptions) -> int:
     else:
         num_prompt = len(frame.input.prompt)
     return num_prompt + (options.max_tokens or 0)
+
+
+def _ms(duration_s: float) -> float:
+    return round(duration_s * 1000, 3)
 
 
 def _ignore(event: Event) -> None:

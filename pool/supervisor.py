@@ -1,26 +1,21 @@
-"""Keep one engine process alive: its state, its restarts, and what is known of it.
+"""Keep one engine process alive: start it, watch it, replace it, start it again.
 
-The table `TRANSITIONS` is the rule; `Supervisor` applies it. An event that the table does not allow raises
-`IllegalTransition` and changes nothing.
-
-    STOPPED -> STARTING -> LOADING -> READY -> STOPPING -> STOPPED
-                  |           |         |
-                  +-----------+---------+--> BACKOFF -> STARTING      it died
-                  +-----------+--> FAILED                             its model can never be loaded
+A process that dies is noticed by its sentinel; one that hangs, by the watchdog, which kills it; one that has
+grown over its memory limit gets no new requests and is then stopped. All three end in `_died`, and from
+there the process is started again after a backoff, or given up after too many failures in a row.
 """
 
 import asyncio
 import logging
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
-from types import MappingProxyType
+import time
+from collections.abc import Callable, Mapping
 from typing import Protocol, assert_never
 
 from ..protocol.errors import IllegalTransition
 from ..protocol.messages import (
     Command,
+    End,
     EngineInfo,
     EngineStats,
     Event,
@@ -31,96 +26,14 @@ from ..protocol.messages import (
     Step,
 )
 from .config import ModelSpec, PoolConfig
+from .memory import resident_bytes
 from .process import EngineProcess
+from .states import TRANSITIONS, WorkerEvent, WorkerState, WorkerStatus
+from .watchdog import Watchdog
+
+MAX_WATCH_INTERVAL_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-class WorkerState(Enum):
-    """Where an engine process stands."""
-
-    STOPPED = auto()
-    """Not started yet, or stopped on purpose."""
-    STARTING = auto()
-    """Started; nothing heard of it yet."""
-    LOADING = auto()
-    READY = auto()
-    """It can answer."""
-    BACKOFF = auto()
-    """It died and is started again after a while."""
-    FAILED = auto()
-    """Its model cannot be loaded, and trying again would not help."""
-    STOPPING = auto()
-    """Told to stop; still there."""
-
-
-class WorkerEvent(Enum):
-    """What can happen to an engine process."""
-
-    START = auto()
-    LOADING = auto()
-    LOADED = auto()
-    LOAD_FAILED = auto()
-    """For good."""
-    DIED = auto()
-    STOP = auto()
-
-
-_S, _E = WorkerState, WorkerEvent
-
-TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = MappingProxyType(
-    {
-        (_S.STOPPED, _E.START): _S.STARTING,
-        (_S.STOPPED, _E.STOP): _S.STOPPED,
-        (_S.STARTING, _E.LOADING): _S.LOADING,
-        (_S.STARTING, _E.LOADED): _S.READY,
-        (_S.STARTING, _E.LOAD_FAILED): _S.FAILED,
-        (_S.STARTING, _E.DIED): _S.BACKOFF,
-        (_S.STARTING, _E.STOP): _S.STOPPING,
-        (_S.LOADING, _E.LOADING): _S.LOADING,
-        (_S.LOADING, _E.LOADED): _S.READY,
-        (_S.LOADING, _E.LOAD_FAILED): _S.FAILED,
-        (_S.LOADING, _E.DIED): _S.BACKOFF,
-        (_S.LOADING, _E.STOP): _S.STOPPING,
-        (_S.READY, _E.DIED): _S.BACKOFF,
-        (_S.READY, _E.STOP): _S.STOPPING,
-        (_S.BACKOFF, _E.START): _S.STARTING,
-        (_S.BACKOFF, _E.STOP): _S.STOPPED,
-        # The process exits by itself after it has said that it failed.
-        (_S.FAILED, _E.DIED): _S.FAILED,
-        (_S.FAILED, _E.STOP): _S.STOPPED,
-        # Its last reports may still be on the way.
-        (_S.STOPPING, _E.LOADING): _S.STOPPING,
-        (_S.STOPPING, _E.LOADED): _S.STOPPING,
-        (_S.STOPPING, _E.LOAD_FAILED): _S.STOPPING,
-        (_S.STOPPING, _E.STOP): _S.STOPPING,
-        (_S.STOPPING, _E.DIED): _S.STOPPED,
-        (_S.STOPPED, _E.DIED): _S.STOPPED,
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """What is known of an engine process, at one moment."""
-
-    name: str
-    """The model's name and a number: `qwen/0`."""
-    model: str
-    state: WorkerState
-    pid: int | None
-    restarts: int
-    """How often the process was started again."""
-    stats: EngineStats
-    """As of the last report; all zero when the process is gone."""
-    info: EngineInfo | None
-    """As of the last successful load, also while the process is being restarted."""
-    loading: Loading | None
-    """The stage of loading; None unless LOADING."""
-    last_failure: str | None
-    """Why the process last died or failed to load, for the operator."""
-    last_report_s: float | None
-    """`time.monotonic()` at the end of the last step that was reported; None before the first."""
 
 
 class Listener(Protocol):
@@ -130,7 +43,7 @@ class Listener(Protocol):
         """Take what happened to the requests of a worker, in order."""
 
     def on_state(self, worker: "Supervisor", previous: WorkerState) -> None:
-        """Note that a worker's state has changed; one that is no longer READY has lost its requests."""
+        """Note that a worker's state has changed; one that neither is READY nor DRAINING has no requests."""
 
     def on_loading(self, worker: "Supervisor") -> None:
         """Note that a worker's loading has advanced."""
@@ -143,7 +56,7 @@ def backoff_s(num_failures: int, config: PoolConfig) -> float:
 
 
 class Supervisor:
-    """One worker: the engine process that there is now, and the next one when that dies."""
+    """One worker: the engine process that there is now, and the next one when that has gone."""
 
     def __init__(
         self,
@@ -160,21 +73,44 @@ class Supervisor:
         self._listener = listener
         self._state = WorkerState.STOPPED
         self._process: EngineProcess | None = None
-        self._retry: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._stopping: asyncio.Task[None] | None = None
         self._num_starts = 0
         self._num_failures = 0
         self._ready_since_s: float | None = None
+        self._has_completed = False
         self._stats = EngineStats()
         self._info: EngineInfo | None = None
         self._loading: Loading | None = None
-        self._load_failure: str | None = None
+        self._failure: str | None = None  # of the process that there is, where it is known before its end
+        self._was_given_up = False
+        self._was_replaced = False
         self._last_failure: str | None = None
         self._last_report_s: float | None = None
+        self._resident_bytes = 0
+        self._watch_interval_s = min(
+            MAX_WATCH_INTERVAL_S, config.hang_timeout_s / 4, config.load_timeout_s / 4
+        )
+        self._watchdog = Watchdog(
+            hang_timeout_s=config.hang_timeout_s,
+            load_timeout_s=config.load_timeout_s,
+            interval_s=self._watch_interval_s,
+        )
 
     @property
     def state(self) -> WorkerState:
         """Where the process stands."""
         return self._state
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether the last process was ended on purpose: nobody is to blame for it."""
+        return self._was_replaced
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the process has, by its own account or the system's, whichever is more; 0: unknown."""
+        return max(self._stats.memory_bytes, self._resident_bytes)
 
     @property
     def status(self) -> WorkerStatus:
@@ -190,14 +126,17 @@ class Supervisor:
             loading=self._loading if self._state is WorkerState.LOADING else None,
             last_failure=self._last_failure,
             last_report_s=self._last_report_s,
+            memory_bytes=self.memory_bytes,
         )
+
+    # --- what others want of it ---
 
     def start(self) -> None:
         """Start the process; from then on keep it alive."""
-        self._retry = None
         self._apply(WorkerEvent.START)
         self._num_starts += 1
-        self._load_failure = None
+        self._failure = None
+        self._has_completed = self._was_replaced = self._was_given_up = False
         self._process = EngineProcess(
             self.name,
             self._spec.engine,
@@ -211,11 +150,36 @@ class Supervisor:
         except OSError as error:
             self._process = None
             self._died(f"could not be started: {error.strerror}")
+            return
+        self._watchdog.start(time.monotonic())
+        self._set_timer("watch", self._watch_interval_s, self._watch)
 
     def send(self, command: Command) -> None:
         """Send a command to the process, if there is one."""
         if self._process is not None:
             self._process.send(command)
+
+    def give_up_process(self, failure: str) -> None:
+        """Kill the process because it does not do what it must. It is started again."""
+        if self._process is not None and not self._was_given_up:
+            self._was_given_up = True
+            self._failure = failure
+            _log.error("%s %s: killing it", self.name, failure)
+            self._process.kill()
+
+    def replace(self, why: str) -> None:
+        """Give the process no new requests; after a while, or when `end_drained` is called, replace it."""
+        if self._state is WorkerState.READY:
+            _log.warning("%s %s: replacing it", self.name, why)
+            self._failure = why
+            self._set_timer("drain", self._config.replace_drain_s, self.end_drained)
+            self._apply(WorkerEvent.DRAIN)
+
+    def end_drained(self) -> None:
+        """Stop a process that is draining now: its requests have ended, or had their time."""
+        if self._state is WorkerState.DRAINING and self._process is not None and self._stopping is None:
+            self._was_replaced = True
+            self._stopping = asyncio.create_task(self._process.stop(), name=f"stop {self.name}")
 
     async def stop(self) -> None:
         """Stop the process within the configured deadlines. It is not started again."""
@@ -230,10 +194,50 @@ class Supervisor:
             self._process.kill()
 
     def _give_up(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+        self._clear_timers()
         self._apply(WorkerEvent.STOP)
+
+    # --- watching ---
+
+    def _watch(self) -> None:
+        """Look at the process, and again after a while."""
+        if self._process is None:
+            return
+        self._set_timer("watch", self._watch_interval_s, self._watch)
+        pid, now_s = self._process.pid, time.monotonic()
+        self._resident_bytes = (resident_bytes(pid) or 0) if pid is not None else 0
+        if self._watchdog.is_hanging(now_s, is_loading=not self._state.has_requests):
+            doing = "hangs" if self._state.has_requests else "does not get on with loading"
+            silent_s = self._watchdog.silent_s(now_s)
+            self.give_up_process(f"{doing}: no sign of life for {silent_s:.0f} s")
+        elif self._is_over_limit(self.memory_bytes):
+            self.replace(f"has {self.memory_bytes >> 20} MiB, more than its limit")
+
+    def _is_over_limit(self, memory_bytes: int) -> bool:
+        limit = self._config.memory_limit_bytes
+        return limit is not None and memory_bytes > limit
+
+    def _refuse_limit(self, info: EngineInfo) -> bool:
+        """Give a model up whose weights alone are over the limit; return whether it is so."""
+        if not self._is_over_limit(info.weight_bytes) or self._process is None:
+            return False
+        self._failure = self._last_failure = (
+            f"the weights alone have {info.weight_bytes >> 20} MiB, more than the memory limit: raise it"
+        )
+        _log.error("%s: %s", self.name, self._failure)
+        self._apply(WorkerEvent.LOAD_FAILED)
+        self._process.kill()
+        return True
+
+    def _set_timer(self, name: str, delay_s: float, callback: Callable[[], None]) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
+        self._timers[name] = asyncio.get_running_loop().call_later(delay_s, callback)
+
+    def _clear_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
 
     def _apply(self, event: WorkerEvent) -> None:
         previous = self._state
@@ -242,9 +246,9 @@ class Supervisor:
         except KeyError:
             raise IllegalTransition(f"{event.name} in {previous.name}") from None
         if self._state is not previous:
-            self._ready_since_s = (
-                asyncio.get_running_loop().time() if self._state is WorkerState.READY else None
-            )
+            if self._state is not WorkerState.DRAINING:
+                is_ready = self._state is WorkerState.READY
+                self._ready_since_s = time.monotonic() if is_ready else None
             _log.info("%s: %s -> %s", self.name, previous.name, self._state.name)
             self._listener.on_state(self, previous)
 
@@ -256,43 +260,67 @@ class Supervisor:
                 case Step():
                     self._stats = report.stats
                     self._last_report_s = report.monotonic_s
+                    self._watchdog.note_sign(report.monotonic_s)
                     if report.events:
+                        self._note_completed(report.events)
                         self._listener.on_events(self, report.events)
                 case Loading():
-                    self._loading = report
-                    is_first = self._state is WorkerState.STARTING
-                    self._apply(WorkerEvent.LOADING)
-                    if not is_first:
-                        self._listener.on_loading(self)
+                    self._on_loading(report)
                 case Ready():
-                    self._info = report.info
-                    self._apply(WorkerEvent.LOADED)
+                    self._watchdog.note_sign(time.monotonic())
+                    if not self._refuse_limit(report.info):
+                        self._info = report.info
+                        self._apply(WorkerEvent.LOADED)
                 case LoadFailed():
-                    self._load_failure = self._last_failure = report.message
+                    self._failure = self._last_failure = report.message
                     _log.error("%s could not load: %s", self.name, report.message)
                     if report.permanent:
                         self._apply(WorkerEvent.LOAD_FAILED)
                 case _:
                     assert_never(report)
 
+    def _on_loading(self, report: Loading) -> None:
+        if report != self._loading or self._state is WorkerState.STARTING:
+            self._watchdog.note_sign(time.monotonic())
+        self._loading = report
+        is_first = self._state is WorkerState.STARTING
+        self._apply(WorkerEvent.LOADING)
+        if not is_first:
+            self._listener.on_loading(self)
+
+    def _note_completed(self, events: list[Event]) -> None:
+        if not self._has_completed:
+            self._has_completed = any(isinstance(e, End) and e.status == "completed" for e in events)
+
     def _on_death(self, exit_code: int | None) -> None:
         self._process = None
-        self._died(self._load_failure or _exit_message(exit_code))
+        self._died(self._failure or _exit_message(exit_code))
 
     def _died(self, failure: str) -> None:
         """Note that there is no process any more, and have it started again if that is wanted."""
-        self._stats = EngineStats()
-        now_s, ready_since_s = asyncio.get_running_loop().time(), self._ready_since_s
-        if ready_since_s is not None and now_s - ready_since_s >= self._config.restart_reset_after_s:
+        self._clear_timers()
+        self._stopping = None
+        self._stats, self._resident_bytes = EngineStats(), 0
+        since_s = self._ready_since_s
+        if self._has_completed or (
+            since_s is not None and time.monotonic() - since_s >= self._config.restart_reset_after_s
+        ):
             self._num_failures = 0
-        if self._state not in (WorkerState.STOPPING, WorkerState.STOPPED):
+        if self._state in (WorkerState.STOPPING, WorkerState.STOPPED, WorkerState.FAILED):
+            self._apply(WorkerEvent.DIED)
+            return
+        self._num_failures += 1
+        if self._num_failures > self._config.max_restarts_in_a_row:
+            failure = f"{failure}; given up after {self._config.max_restarts_in_a_row} restarts in a row"
+            _log.error("%s %s", self.name, failure)
             self._last_failure = failure
+            self._apply(WorkerEvent.DIED_TOO_OFTEN)
+            return
+        wait_s = backoff_s(self._num_failures, self._config)
+        _log.error("%s %s; starting it again in %.1f s", self.name, failure, wait_s)
+        self._last_failure = failure
+        self._set_timer("restart", wait_s, self.start)
         self._apply(WorkerEvent.DIED)
-        if self._state is WorkerState.BACKOFF:
-            self._num_failures += 1
-            wait_s = backoff_s(self._num_failures, self._config)
-            _log.error("%s %s; starting it again in %.1f s", self.name, failure, wait_s)
-            self._retry = asyncio.get_running_loop().call_later(wait_s, self.start)
 
 
 def _exit_message(exit_code: int | None) -> str:

@@ -46,8 +46,8 @@ STOP_GRACE_S = 0.5
 """How long the step under way may take once the process is to exit."""
 LOADING_INTERVAL_S = 0.1
 """How often a stage of loading is reported."""
-STATS_INTERVAL_S = 1.0
-"""How often a busy engine without events is reported."""
+SIGN_OF_LIFE_S = 1.0
+"""How often an engine without events is reported, busy or idle: the watchdog takes it for a sign of life."""
 
 Commands = queue.SimpleQueue[Command]
 
@@ -168,26 +168,36 @@ class _LoadReporter:
 
 
 def _serve(engine: "Engine", commands: Commands, write_end: "Connection[bytes, bytes]") -> None:
-    """Take commands, step, report; wait for commands when there is nothing to do."""
+    """Take commands, step, report; wait for commands when there is nothing to do.
+
+    Every report carries the time of this thread, and none is sent by another: what the watchdog hears of is
+    that this loop goes round.
+    """
     sent_stats: EngineStats | None = None
     sent_at_s = 0.0
     while True:
-        if not _take_commands(engine, commands):
+        num_taken = _take_commands(engine, commands)
+        if num_taken is None:
             engine.close()
             return
-        events = engine.step() if engine.busy else []
+        events = engine.step() if engine.busy or num_taken else []
         stats = engine.stats
         now_s = time.monotonic()
-        is_due = stats != sent_stats and (not engine.busy or now_s >= sent_at_s + STATS_INTERVAL_S)
-        if events or is_due:
+        is_news = stats != sent_stats and not engine.busy
+        if events or is_news or now_s >= sent_at_s + SIGN_OF_LIFE_S:
             _send(write_end, Step(events, stats, now_s))
             sent_stats, sent_at_s = stats, now_s
 
 
-def _take_commands(engine: "Engine", commands: Commands) -> bool:
-    """Give the engine all commands that have come, and at least one if it is idle; False: stop."""
+def _take_commands(engine: "Engine", commands: Commands) -> int | None:
+    """Give the engine all commands that have come; wait a while for one if it is idle.
+
+    Returns:
+        How many there were; None: it is to stop.
+    """
+    num_taken = 0
     try:
-        command = commands.get(block=not engine.busy)
+        command = commands.get(block=not engine.busy, timeout=SIGN_OF_LIFE_S)
         while True:
             match command:
                 case Submit():
@@ -197,10 +207,11 @@ def _take_commands(engine: "Engine", commands: Commands) -> bool:
                 case Credit():
                     engine.credit(command.rid, command.tokens)
                 case Stop():
-                    return False
+                    return None
+            num_taken += 1
             command = commands.get_nowait()
     except queue.Empty:
-        return True
+        return num_taken
 
 
 def _send(write_end: "Connection[bytes, bytes]", report: Report) -> None:

@@ -45,29 +45,28 @@ def assert_engine_died(end: End) -> None:
 
 
 async def test_kill_in_mid_stream():
-    """kill -9: its streams fail by name with what was delivered, others don't notice, it comes back."""
+    """kill -9: its stream goes on in the other process, others don't notice, and it comes back."""
     async with Pool(make_config(model(workers=2, scripted_token_delay_ms=1))) as pool:
         await all_ready(pool)
         victim_pid, other_pid = pids(pool)
         victim, bystander, after = Recorder(), Recorder(), Recorder()
-        pool.start(frame(max_tokens=LONG), victim)
+        pool.start(frame(max_tokens=400), victim)
         pool.start(frame(max_tokens=400), bystander)
         await victim.tokens(5)
-        assert pool.statistics().workers[0].status.stats.decoding == 1
         os.kill(victim_pid, signal.SIGKILL)
-        killed_s = time.monotonic()
-        end = await victim.end()
-        assert time.monotonic() - killed_s < 1
-        assert_engine_died(end)
-        assert end.usage["prompt_tokens"] == 3
-        assert victim.text == answer(victim.num_tokens)
+        await eventually(lambda: any(event.phase == "recover" for event in victim.progress), 1)
         assert pool.ready
+        for recorder in (victim, bystander):
+            assert (await recorder.end()).status == "completed"
+            assert recorder.text == answer(400)
+        assert not any(event.phase == "recover" for event in bystander.progress)
         await all_ready(pool)
         assert pids(pool)[1] == other_pid
         assert pids(pool)[0] not in (victim_pid, None)
-        assert pool.statistics().workers[0].status.restarts == 1
-        assert "SIGKILL" in (pool.statistics().workers[0].status.last_failure or "")
-        assert (await bystander.end()).status == "completed"
+        statistics = pool.statistics()
+        assert statistics.workers[0].status.restarts == 1
+        assert "SIGKILL" in (statistics.workers[0].status.last_failure or "")
+        assert statistics.recovered_total == 1
         pool.start(frame(max_tokens=3), after)
         assert (await after.end()).status == "completed"
         assert_idle(pool)
@@ -75,25 +74,32 @@ async def test_kill_in_mid_stream():
 
 
 async def test_readiness_and_queue_across_a_restart():
-    """With its only worker gone a pool is not ready; what waits is answered by the next process."""
+    """With its only worker gone a pool is not ready; what ran goes on first, then what waits."""
     async with Pool(make_config(model(scripted_token_delay_ms=1), max_in_flight=1)) as pool:
         running, waiting = Recorder(), Recorder()
         await pool.wait_ready(LIMIT_S)
-        pool.start(frame(max_tokens=LONG), running)
+        pool.start(frame(max_tokens=100), running)
         pool.start(frame(max_tokens=3), waiting)
         await running.tokens(1)
         os.kill(pids(pool)[0], signal.SIGKILL)
-        assert_engine_died(await running.end())
-        assert not pool.ready
+        await eventually(lambda: not pool.ready)
         assert pool.list_models()[0]["state"] == "restarting"
         assert pool.list_models()[0]["context_length"] == 1 << 20
+        assert (await running.end()).status == "completed"
+        assert waiting.num_tokens == 0
         assert (await waiting.end()).status == "completed"
         assert pool.ready
 
 
 async def test_kill_while_the_pipe_is_full_of_messages():
-    """kill -9 in the middle of writing, again and again: nothing is torn, each request ends once."""
-    async with Pool(make_config(model(max_batch_size=32), max_in_flight=32)) as pool:
+    """kill -9 in the middle of writing, again and again: nothing is torn, each request ends once.
+
+    With a limit of one death nothing is tried again.
+    """
+    config = make_config(
+        model(max_batch_size=32), max_in_flight=32, max_engine_deaths_per_request=1, max_restarts_in_a_row=3
+    )
+    async with Pool(config) as pool:
         for _ in range(3):
             await pool.wait_ready(LIMIT_S)
             recorders = [Recorder() for _ in range(32)]
@@ -108,13 +114,14 @@ async def test_kill_while_the_pipe_is_full_of_messages():
 
 
 @pytest.mark.parametrize("fault", ["[[crash]]", "[[raise]]"])
-async def test_a_prompt_that_kills_its_engine(fault: str):
-    """An engine that kills itself or raises ends its request; the tokens before that were delivered."""
+async def test_a_prompt_that_kills_its_engines(fault: str):
+    """What kills every engine fails after two; the tokens before that were delivered, once."""
     async with Pool(make_config(model(scripted_token_delay_ms=1))) as pool:
         recorder, after = Recorder(), Recorder()
         pool.start(frame(f"do {fault} now", max_tokens=10), recorder)
         assert_engine_died(await recorder.end())
         assert recorder.num_tokens == 2
+        assert pool.statistics().workers[0].status.restarts == 1
         pool.start(frame(max_tokens=3), after)
         assert (await after.end()).status == "completed"
 
@@ -224,6 +231,24 @@ async def test_load_failures_that_may_pass(fault: str, failure: str):
         recorder = Recorder()
         pool.start(frame(timeout_ms=1), recorder)
         assert (await recorder.end()).reason == "deadline"
+
+
+async def test_restarts_have_a_budget():
+    """A worker that never comes up is given up; what waits fails, and nobody is told that it may get better."""
+    config = make_config(model(model="fault:crash"), max_restarts_in_a_row=2)
+    async with Pool(config) as pool:
+        recorder = Recorder()
+        pool.start(frame(), recorder)
+        assert (await recorder.end()).reason == "engine_error"
+        status = pool.statistics().workers[0].status
+        assert (status.state, status.restarts) == (WorkerState.FAILED, 2)
+        assert "given up after 2 restarts in a row" in (status.last_failure or "")
+        assert not pool.ready
+        assert pool.list_models()[0]["state"] == "failed"
+        with pytest.raises(ModelLoadFailed, match="given up"):
+            await pool.wait_ready(LIMIT_S)
+        with pytest.raises(HeadraceError):
+            pool.start(frame(), Recorder())
 
 
 async def test_a_permanent_load_failure():

@@ -33,7 +33,7 @@ def test_an_end_without_an_engine_counts_what_was_delivered():
     request.deliver(Progress(request.rid, "prefill", 40, 100, 30, prompt_tokens=100))
     request.deliver(Delta(request.rid, "a", 1))
     request.deliver(Delta(request.rid, "bc", 2))
-    end = request.failed_end(engine_died(), now_s=9.0)
+    end = request.failed_end(engine_died(1), now_s=9.0)
     assert end.usage == {
         "prompt_tokens": 100,
         "cached_tokens": 30,

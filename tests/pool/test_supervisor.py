@@ -3,7 +3,8 @@
 import pytest
 from pool_helpers import make_config
 
-from headrace.pool.supervisor import TRANSITIONS, Supervisor, WorkerEvent, WorkerState, backoff_s
+from headrace.pool.states import TRANSITIONS, WorkerEvent, WorkerState
+from headrace.pool.supervisor import Supervisor, backoff_s
 from headrace.protocol.errors import IllegalTransition
 
 

@@ -1,0 +1,74 @@
+"""A worker's place in its group: the requests that it has been given, and what it has read before."""
+
+from ..protocol.frames import RequestId
+from .prefix import PrefixIndex
+from .request import Request
+from .router import WorkerLoad
+from .states import WorkerState
+from .supervisor import Supervisor
+
+
+class Seat:
+    """Counts what the router asks for. Requests come and go through `add` and `remove` alone."""
+
+    def __init__(self, worker: Supervisor, max_paused: int) -> None:
+        self.worker = worker
+        self.requests: dict[RequestId, Request] = {}
+        self._max_paused = max_paused
+        self._num_tokens = 0
+        self._paused: set[RequestId] = set()
+        self._prefixes = PrefixIndex()
+
+    @property
+    def num_active(self) -> int:
+        """Requests in flight, but for those that wait for credit, of which so many are free."""
+        return len(self.requests) - min(len(self._paused), self._max_paused)
+
+    @property
+    def has_suspect(self) -> bool:
+        """Whether one of its requests must have no other suspect beside it."""
+        return any(
+            request.record.is_suspect and request.rid not in self._paused
+            for request in self.requests.values()
+        )
+
+    def load(self, request: Request) -> WorkerLoad:
+        """Return what the router must know to place a request; suspects are kept apart."""
+        is_ready = self.worker.state is WorkerState.READY
+        if request.record.is_suspect and self.has_suspect:
+            is_ready = False
+        cached = self._prefixes.num_tokens(request.fingerprint)
+        return WorkerLoad(self.worker.name, is_ready, self.num_active, self._num_tokens, cached)
+
+    def add(self, request: Request) -> None:
+        """Take a request that is about to be sent to the worker."""
+        self.requests[request.rid] = request
+        self._num_tokens += request.estimated_tokens
+
+    def remove(self, request: Request) -> None:
+        """Let a request go that the worker does not have any more."""
+        del self.requests[request.rid]
+        self._num_tokens -= request.estimated_tokens
+        self._paused.discard(request.rid)
+
+    def note_read(self, request: Request) -> None:
+        """Note that the worker has read a request's prompt, and may have it in its cache."""
+        self._prefixes.add(request.fingerprint)
+
+    def note_pause(self, request: Request) -> bool:
+        """Note whether a request waits for credit; return whether that makes room for another."""
+        if request.is_paused == (request.rid in self._paused):
+            return False
+        if request.is_paused:
+            self._paused.add(request.rid)
+            return True
+        self._paused.discard(request.rid)
+        return False
+
+    def is_paused(self, request: Request) -> bool:
+        """Whether a request waits for credit."""
+        return request.rid in self._paused
+
+    def forget(self) -> None:
+        """Note that the process has gone."""
+        self._prefixes.clear()
