@@ -67,6 +67,7 @@ class Admission:
             answer=answer,
             prefill=prefill,
             dense_again=lambda: DensePrefill(self._loaded.model, tokens[num_cached:-1], cache),
+            new_decoder=lambda: Detokenizer(tokenizer),
             num_cached=num_cached,
             specprefill=report,
             generated=list(message.generated),

@@ -13,6 +13,7 @@ from .prefill import Prefill
 from .prompt import Prompt
 from .sampling import LogitsProcessor, Sampler
 from .specprefill.policy import FAILED, report_of
+from .specprefill.prompt_runs import Decoder
 from .specprefill.sparse_prefill import SparsePrefill
 from .text import Answer, Piece
 
@@ -32,6 +33,8 @@ class Request:
     prefill: Prefill
     dense_again: Callable[[], Prefill]
     """Starts over densely, on the cache as it was: for a sparse prefill that failed."""
+    new_decoder: Callable[[], Decoder]
+    """For the prompt's own text."""
     num_cached: int
     specprefill: SpecPrefillReport
     arrived_s: float
@@ -84,7 +87,7 @@ class Request:
     def prefill_complete(self) -> None:
         """Note what became of the prompt."""
         if isinstance(self.prefill, SparsePrefill):
-            self.specprefill = report_of(self.message.options, self.prefill)
+            self.specprefill = report_of(self.message.options, self.prefill, self.tokens, self.new_decoder)
 
     def progress(self) -> Progress:
         """Return how far the prompt has been read."""

@@ -148,6 +148,14 @@ class SpecPrefillReport(TypedDict):
 
     requested: bool | None
     applied: bool
+class PromptRun(TypedDict):
+    """Tokens of a prompt that follow each other and had the same fate."""
+
+    fate: Literal["cached", "kept", "left_out"]
+    tokens: int
+    text: str
+
+
     reason: str | None
     keep_pct: float | None
     prompt_tokens: int
@@ -166,6 +174,8 @@ class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     reasoning: NotRequired[str]
+    prompt_runs: NotRequired[list[PromptRun]]
+    """The whole prompt, in order: only with `specprefill_debug`."""
     tool_calls: NotRequired[list[dict[str, Any]]]
 
 

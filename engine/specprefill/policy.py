@@ -17,6 +17,7 @@ from ..loading.model_files import cache_folder
 from ..prefill import DensePrefill, Prefill
 from .calibration import load_calibration, model_fingerprint, scorer_for
 from .model_support import check_carry_on, draft_mismatch, specprefill_support
+from .prompt_runs import Decoder, prompt_runs
 from .scoring import Scorer
 from .selection import SelectionRule
 from .sparse_prefill import SparsePlan, SparsePrefill
@@ -139,8 +140,13 @@ class SpecPrefill:
         return DensePrefill(self._target, tokens[num_cached:-1], cache), report
 
 
-def report_of(options: GenerationOptions, prefill: SparsePrefill) -> SpecPrefillReport:
-    """Return what a complete sparse prefill did, as the wire shows it."""
+def report_of(
+    options: GenerationOptions,
+    prefill: SparsePrefill,
+    tokens: Sequence[int],
+    new_decoder: Callable[[], Decoder],
+) -> SpecPrefillReport:
+    """Return what a complete sparse prefill of `tokens` did, as the wire shows it."""
     done = prefill.report
     report: SpecPrefillReport = {
         "requested": options.specprefill,
@@ -156,6 +162,8 @@ def report_of(options: GenerationOptions, prefill: SparsePrefill) -> SpecPrefill
     }
     if options.specprefill_debug:
         report["kept_ranges"] = [list(kept) for kept in done.kept_ranges]
+        num_cached = done.prompt_tokens - done.sparse_tokens
+        report["prompt_runs"] = prompt_runs(tokens, num_cached, done.kept_ranges, new_decoder)
     return report
 
 

@@ -572,6 +572,14 @@ def test_only_the_uncached_part_is_thinned(new_engine):
     assert abs(report["kept_tokens"] - 0.25 * report["uncached_tokens"]) <= 8
     assert report["kept_ranges"][0][0] >= cached
     assert sum(stop - start for start, stop in report["kept_ranges"]) == report["kept_tokens"]
+    by_fate = {"cached": 0, "kept": 0, "left_out": 0}
+    for part in report["prompt_runs"]:
+        by_fate[part["fate"]] += part["tokens"]
+    assert by_fate == {
+        "cached": cached,
+        "kept": report["kept_tokens"],
+        "left_out": report["uncached_tokens"] - report["kept_tokens"],
+    }
 
 
 def test_a_prompt_that_is_cached_whole_needs_no_prefill(new_engine):
