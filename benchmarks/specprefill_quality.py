@@ -1,15 +1,19 @@
 """What SpecPrefill keeps of a model's answers, over keep rates and beside controls; self mode's TTFT share.
 
-    python benchmarks/specprefill_quality.py                    # 6 prompts of each task
-    python benchmarks/specprefill_quality.py --prompts 20 --json quality.json
+    python benchmarks/specprefill_quality.py --prompts 20 --tasks passkey --json passkey.json
+    python benchmarks/specprefill_quality.py --prompts 20 --tasks quote count --methods carry_on draft
     python benchmarks/specprefill_quality.py --ttft 1000 2000   # times only
+
+About a minute a prompt on 2 cores with all methods; the JSON file holds what is done so far after each one.
 
 Tasks: `passkey` (one fact, depths spread evenly), `quote` (a verbatim line of words), `count` (which of
 four words occurs most: an aggregation, which thinning is bound to hurt). For each prompt the dense model
 answers greedily; then, per method and keep rate, on the same tokens: right (the greedy answer contains the
 key), KL (dense against sparse, mean over the tokens of the dense answer, nats), and the rise in NLL of the
-dense answer. Methods: `carry_on` and `two_passes` (the model scores itself), and the controls `random`
-chunks, `recency` (sink and tail only) and `renumbered` (the two-pass selection at contiguous positions).
+dense answer. Methods: `carry_on` (the model scores itself), `draft` (a second copy of the model as its draft
+model: what a plain model does for its deepened copy, which is the same function), `two_passes` (`draft` with
+the scorer in the same model), and the controls `random` chunks, `recency` (sink and tail only) and
+`renumbered` (the two-pass selection at contiguous positions).
 Times are of one process, the best of three.
 """
 
@@ -22,6 +26,7 @@ import random
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +45,8 @@ from headrace.engine.specprefill.sparse_cache import as_sparse
 from headrace.engine.specprefill.sparse_prefill import KeptFill, SparsePlan, SparsePrefill
 from headrace.pool.blas import engine_environment
 
-METHODS = ("carry_on", "two_passes", "random", "recency", "renumbered")
+METHODS = ("carry_on", "draft", "two_passes", "random", "recency", "renumbered")
+DEFAULT_METHODS = ("carry_on", "draft", "random", "recency", "renumbered")
 STEP = 512
 ANSWER_TOKENS = 32
 WORDS = (
@@ -104,9 +110,11 @@ def _hidden(
 class Bench:
     """Runs prompts through one model by each method."""
 
-    def __init__(self, loaded: LoadedModel, scorer: Scorer, rule: SelectionRule) -> None:
+    def __init__(
+        self, loaded: LoadedModel, scorer: Scorer, rule: SelectionRule, draft: Scorer | None = None
+    ) -> None:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.scorer, self.rule = scorer, rule
+        self.scorer, self.rule, self.draft = scorer, rule, draft
 
     def dense(self, prompt: list[int]) -> list[Any]:
         cache = make_prompt_cache(self.model)
@@ -122,8 +130,9 @@ class Bench:
             reader.step(STEP * 2)
         return self.scorer.scores(reader)
 
-    def carried(self, prompt: list[int], keep_pct: float) -> list[Any]:
-        plan = SparsePlan(self.scorer, self._rule(keep_pct), carry_on=True)
+    def prefilled(self, prompt: list[int], keep_pct: float, draft: Scorer | None = None) -> list[Any]:
+        """Prefill as a request would: by a draft model, or without one carrying on."""
+        plan = SparsePlan(draft or self.scorer, self._rule(keep_pct), carry_on=draft is None)
         run = SparsePrefill(self.model, prompt, make_prompt_cache(self.model), 0, plan)
         while not run.done:
             run.step(STEP)
@@ -136,8 +145,8 @@ class Bench:
         return [as_sparse(entry, int(positions[-1]) + 1 - len(kept)) for entry in fill.cache]
 
     def sparse(self, method: str, prompt: list[int], scores: Any, keep_pct: float) -> list[Any]:
-        if method == "carry_on":
-            return self.carried(prompt, keep_pct)
+        if method in ("carry_on", "draft"):
+            return self.prefilled(prompt, keep_pct, self.draft if method == "draft" else None)
         rule = self._rule(keep_pct)
         if method == "random":
             scores = np.random.default_rng(len(prompt)).random(len(prompt), dtype=np.float32)
@@ -170,7 +179,7 @@ class Bench:
         times = []
         for _ in range(3):
             started = time.perf_counter()
-            cache = self.dense(prompt) if keep_pct is None else self.carried(prompt, keep_pct)
+            cache = self.dense(prompt) if keep_pct is None else self.prefilled(prompt, keep_pct)
             mx.eval(self.forced(cache, prompt[-1:]))
             times.append(time.perf_counter() - started)
         return min(times)
@@ -179,8 +188,10 @@ class Bench:
         return key.lower() in self.tokenizer.decode(answer).lower()
 
 
-def quality(bench: Bench, work: list[Task], methods: list[str], keeps: list[float]) -> dict[str, Any]:
-    """Return per task, method and keep rate the mean of each figure."""
+def quality(
+    bench: Bench, work: list[Task], methods: list[str], keeps: list[float]
+) -> Iterator[dict[str, Any]]:
+    """Yield after each prompt, per task, method and keep rate, the mean of each figure so far."""
     sums: dict[tuple[str, str, float], list[list[float]]] = defaultdict(list)
     dense_right: dict[str, list[float]] = defaultdict(list)
     for number, task in enumerate(work, start=1):
@@ -209,15 +220,14 @@ def quality(bench: Bench, work: list[Task], methods: list[str], keeps: list[floa
             file=sys.stderr,
             flush=True,
         )
-    rows = [
-        {"task": task, "method": method, "keep_pct": keep_pct, "prompts": len(values)}
-        | dict(zip(("right", "kl", "nll_rise"), np.mean(values, axis=0).tolist(), strict=True))
-        for (task, method, keep_pct), values in sums.items()
-    ]
-    return {
-        "dense_right": {task: float(np.mean(values)) for task, values in dense_right.items()},
-        "rows": rows,
-    }
+        yield {
+            "dense_right": {task: float(np.mean(values)) for task, values in dense_right.items()},
+            "rows": [
+                {"task": task, "method": method, "keep_pct": keep_pct, "prompts": len(values)}
+                | dict(zip(("right", "kl", "nll_rise"), np.mean(values, axis=0).tolist(), strict=True))
+                for (task, method, keep_pct), values in sums.items()
+            ],
+        }
 
 
 def ttft(bench: Bench, lengths: list[int], keeps: list[float]) -> list[dict[str, Any]]:
@@ -262,7 +272,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--tokens", type=int, default=750, help="of each prompt")
     parser.add_argument("--tasks", nargs="+", default=["passkey", "quote", "count"])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=list(DEFAULT_METHODS), choices=METHODS)
     parser.add_argument("--keep", nargs="+", type=float, default=[0.5, 0.3, 0.2, 0.15])
     parser.add_argument("--layers", nargs="+", type=int, help="instead of the calibrated ones")
     parser.add_argument("--chunk-tokens", type=int, default=SelectionRule().chunk_tokens)
@@ -276,7 +286,10 @@ def main() -> None:
     scorer = scorer_for(loaded.model, calibration)
     if options.layers:
         scorer = Scorer(loaded.model, tuple(sorted(options.layers)))
-    bench = Bench(loaded, scorer, SelectionRule(chunk_tokens=options.chunk_tokens))
+    draft = None
+    if options.ttft is None and "draft" in options.methods:
+        draft = Scorer(load_model(options.model).model, scorer.layers, "draft")
+    bench = Bench(loaded, scorer, SelectionRule(chunk_tokens=options.chunk_tokens), draft)
     result: dict[str, Any] = {
         "model": loaded.name,
         "layers": scorer.layers,
@@ -291,11 +304,18 @@ def main() -> None:
             for task in tasks(loaded.tokenizer, options.prompts, options.tokens)
             if task.name in options.tasks
         ]
-        result |= quality(bench, work, options.methods, options.keep)
+        for so_far in quality(bench, work, options.methods, options.keep):
+            result |= so_far
+            write(result, options.json)
         print(f"layers {scorer.layers}; dense right: {result['dense_right']}")
         print(table(result["rows"]))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, options.json)
+
+
+def write(result: dict[str, Any], path: Path | None) -> None:
+    """Write what there is, if somebody asked for it."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
