@@ -258,12 +258,12 @@ def cancelled_error(reason: CancelReason) -> ErrorBody | None:
 def specprefill_not_run(
     options: GenerationOptions, reason: str, prompt_tokens: int, cached_tokens: int = 0
 ) -> SpecPrefillReport:
-    """Return the report of a request whose prompt was, or would have been, read densely."""
+    """Return the report of a request whose prompt was, or would have been, read densely: at no keep rate."""
     return {
         "requested": options.specprefill,
         "applied": False,
         "reason": reason,
-        "keep_pct": options.specprefill_keep_pct,
+        "keep_pct": None,
         "prompt_tokens": prompt_tokens,
         "uncached_tokens": prompt_tokens - cached_tokens,
         "kept_tokens": prompt_tokens - cached_tokens,
