@@ -139,6 +139,25 @@ def serve(
             rich_help_panel=_SPECPREFILL,
         ),
     ] = None,
+    specprefill_chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens are kept or dropped in runs of this length. Default: 8.",
+            rich_help_panel=_SPECPREFILL,
+        ),
+    ] = None,
+    specprefill_sink_tokens: Annotated[
+        int | None,
+        typer.Option(help="First tokens of a prompt, always kept. Default: 4.", rich_help_panel=_SPECPREFILL),
+    ] = None,
+    specprefill_tail_tokens: Annotated[
+        int | None,
+        typer.Option(help="Last tokens of a prompt, always kept. Default: 24.", rich_help_panel=_SPECPREFILL),
+    ] = None,
+    specprefill_keep_system_prompt: Annotated[
+        bool | None,
+        typer.Option(help="Keep a chat's system prompt whole. Default: off.", rich_help_panel=_SPECPREFILL),
+    ] = None,
     scripted_token_delay_ms: Annotated[float | None, typer.Option(hidden=True)] = None,
     scripted_prefill_tokens_per_s: Annotated[float | None, typer.Option(hidden=True)] = None,
     scripted_load_s: Annotated[float | None, typer.Option(hidden=True)] = None,

@@ -56,6 +56,10 @@ class ServeSettings(BaseModel):
     specprefill_keep_pct: Annotated[float, Field(gt=0, le=1)] = 0.3
     specprefill_threshold: Annotated[int, Field(ge=0)] = 8192
     specprefill_draft_model: Annotated[str, Field(min_length=1)] = "self"
+    specprefill_chunk_tokens: Annotated[int, Field(ge=1, le=4096)] = 8
+    specprefill_sink_tokens: Annotated[int, Field(ge=0)] = 4
+    specprefill_tail_tokens: Annotated[int, Field(ge=1)] = 24
+    specprefill_keep_system_prompt: bool = False
     scripted_token_delay_ms: Annotated[float, Field(ge=0)] = 0.0
     scripted_prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 1e6
     scripted_load_s: Annotated[float, Field(ge=0)] = 0.0
@@ -144,6 +148,10 @@ def _model_spec(settings: ServeSettings, model: str | None) -> ModelSpec:
         keep_pct=settings.specprefill_keep_pct,
         threshold=settings.specprefill_threshold,
         draft_model=settings.specprefill_draft_model,
+        chunk_tokens=settings.specprefill_chunk_tokens,
+        sink_tokens=settings.specprefill_sink_tokens,
+        tail_tokens=settings.specprefill_tail_tokens,
+        keep_system_prompt=settings.specprefill_keep_system_prompt,
     )
     engine = EngineConfig(
         model=model,
