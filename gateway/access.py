@@ -1,4 +1,4 @@
-"""Who may talk to the gateway: Host and Origin allow-lists and a bearer token. PROTOCOL.md, "Access".
+"""Who may talk to the gateway: Host and Origin allow-lists and bearer tokens. PROTOCOL.md, "Access".
 
 Both lists are on for loopback too. Any web page can open a WebSocket to localhost, which the Origin list
 stops; a page can also make its own name resolve to 127.0.0.1 (DNS rebinding), which the Host list stops.
@@ -13,10 +13,13 @@ from collections.abc import Iterable
 
 from websockets.datastructures import Headers, MultipleValuesError
 
-from .config import AccessConfig, ListenConfig
+from .config import AccessConfig, ListenConfig, TokenConfig
 
 BEARER_SUBPROTOCOL = "headrace.bearer."
 """Prefix of the subprotocol by which a browser, which cannot set headers, shows its token in base64url."""
+
+ANYONE = TokenConfig("")
+"""The tenant of all clients where no token is asked for."""
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _ANY = "*"
@@ -38,12 +41,12 @@ class AccessRules:
         self._origins = _lower(config.allowed_origins)
         # Rebinding needs a name: an address in `Host` was typed by whoever runs the client.
         self._any_address = not is_loopback(listen.host)
-        self._token_digest = None if config.token is None else _digest(config.token)
+        self._tokens = config.tokens
 
     @property
     def needs_token(self) -> bool:
         """Whether clients must show a token."""
-        return self._token_digest is not None
+        return bool(self._tokens)
 
     def allows_host(self, headers: Headers) -> bool:
         """Return whether the `Host` header is one of ours."""
@@ -67,13 +70,21 @@ class AccessRules:
             return True
         return origin in (f"http://{host}", f"https://{host}")
 
-    def authenticates(self, headers: Headers) -> bool:
-        """Return whether the request shows the token, if one is needed; in constant time."""
-        if self._token_digest is None:
-            return True
+    def identify(self, headers: Headers) -> TokenConfig | None:
+        """Return the entry of the token that the request shows, or None if it must show one and doesn't.
+
+        In constant time for each token shown. Where no token is asked for everybody is `ANYONE`.
+        """
+        if not self._tokens:
+            return ANYONE
+        found: TokenConfig | None = None
         # No early exit: how long this takes must not depend on what was shown.
-        matches = [hmac.compare_digest(_digest(shown), self._token_digest) for shown in _tokens(headers)]
-        return any(matches)
+        for shown in _shown_tokens(headers):
+            digest = _digest(shown)
+            for token in self._tokens:
+                if hmac.compare_digest(digest, token.sha256):
+                    found = token
+        return found
 
 
 def offered_subprotocols(headers: Headers) -> list[str]:
@@ -82,7 +93,7 @@ def offered_subprotocols(headers: Headers) -> list[str]:
     return [name.strip() for value in values for name in value.split(",")]
 
 
-def _tokens(headers: Headers) -> list[str]:
+def _shown_tokens(headers: Headers) -> list[str]:
     """Return what the request shows as tokens."""
     tokens = []
     authorization = _single(headers, "Authorization")

@@ -10,21 +10,24 @@ import logging
 from websockets.exceptions import ConnectionClosed
 
 from ..pool import Pool
-from ..protocol.errors import CloseCode, ErrorCode, HeadraceError, ServerError
-from ..protocol.frames import HelloFrame, RequestFrame, RequestId
-from ..protocol.messages import CancelReason, Event
-from ..protocol.session import (
+from ..protocol.actions import (
     Action,
     CancelRequest,
     CloseConnection,
-    Session,
-    SessionLimits,
-    SessionState,
+    CreditRequest,
+    ResumeStream,
     StartRequest,
 )
+from ..protocol.errors import CloseCode, ErrorCode, HeadraceError, ServerError
+from ..protocol.frames import HelloFrame, RequestFrame, RequestId, ResumeFrame
+from ..protocol.messages import CancelReason, End, Event
+from ..protocol.session import Session, SessionLimits, SessionState
+from ..protocol.stream import Stream
 from .config import GatewayConfig
 from .outbox import Outbox
+from .resumables import Resumable, ResumableStreams
 from .sockets import GatewaySocket
+from .tenants import Tenant
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +40,27 @@ class Connection:
         pool: where requests go.
         config: limits and deadlines.
         hello: the first frame.
+        key: tells it from other connections, for a pool that is fair between them.
         tenant: whose prompts the connection's requests may share a cache with.
+        resumables: where streams are kept that outlive the connection.
     """
 
     def __init__(
-        self, socket: GatewaySocket, pool: Pool, config: GatewayConfig, hello: HelloFrame, *, tenant: str = ""
+        self,
+        socket: GatewaySocket,
+        pool: Pool,
+        config: GatewayConfig,
+        hello: HelloFrame,
+        *,
+        key: str,
+        tenant: Tenant,
+        resumables: ResumableStreams,
     ) -> None:
         self._socket = socket
         self._pool = pool
+        self._key = key
         self._tenant = tenant
+        self._resumables = resumables
         self._deadlines = config.deadlines
         limits = config.limits
         self._send_buffer_bytes = limits.socket_send_buffer_bytes
@@ -87,7 +102,7 @@ class Connection:
         except ConnectionClosed:
             pass
         finally:
-            self._do(self._session.lost())
+            self._lose("connection_lost")
             if self._closing is not None:
                 await self._closing
 
@@ -123,6 +138,10 @@ class Connection:
                     self._start(frame)
                 case CancelRequest(rid, reason):
                     self._pool.cancel(rid, reason)
+                case CreditRequest(rid, tokens):
+                    self._pool.credit(rid, tokens)
+                case ResumeStream(frame):
+                    self._resume(frame)
                 case CloseConnection(code, reason):
                     self.begin_close(code, reason)
         if self._session.has_outgoing:
@@ -130,18 +149,63 @@ class Connection:
 
     def _start(self, frame: RequestFrame) -> None:
         try:
-            ticket = self._pool.start(frame, self._deliver, tenant=self._tenant)
+            self._tenant.begin_request()
+            try:
+                self._give_to_pool(frame)
+            except BaseException:
+                self._tenant.end_request()
+                raise
         except HeadraceError as error:
             self._session.refuse(frame, error)
         except Exception:
             _log.exception("the pool could not take a request")
             self._session.refuse(frame, ServerError(ErrorCode.INTERNAL, "the request could not be started"))
+
+    def _give_to_pool(self, frame: RequestFrame) -> None:
+        resumable: Resumable | None = None
+        if frame.options.detach:
+            resumable = self._resumables.reserve(self, self._tenant)
+        try:
+            sink = self._take if resumable is None else resumable.take
+            ticket = self._pool.start(frame, sink, tenant=self._tenant.name, client=self._key)
+        except BaseException:
+            if resumable is not None:
+                self._resumables.forget(resumable)
+            raise
+        stream = self._session.accept(
+            frame,
+            ticket.rid,
+            ticket.options,
+            ticket.queue_position,
+            replay=None if resumable is None else self._resumables.new_replay(),
+            resume_token=None if resumable is None else resumable.token,
+        )
+        if resumable is not None:
+            resumable.begin(stream)
+
+    def _resume(self, frame: ResumeFrame) -> None:
+        try:
+            stream, missed = self._resumables.resume(frame, self, self._tenant)
+        except HeadraceError as error:
+            self._session.refuse(frame, error)
         else:
-            self._session.accept(frame, ticket.rid, ticket.options, ticket.queue_position)
+            self._session.attach(stream, frame, missed)
 
     # --- from the pool to the session ---
 
-    def _deliver(self, event: Event) -> None:
+    def _take(self, event: Event) -> None:
+        """Take an event of a request that ends with this connection."""
+        if isinstance(event, End):
+            self._tenant.end_request()
+        self.deliver(event)
+
+    def release(self, stream: Stream) -> None:
+        """Let a stream go to another connection."""
+        self._session.release(stream)
+        self._outbox.wake()
+
+    def deliver(self, event: Event) -> None:
+        """Take an event of one of the session's streams."""
         flush_ms = self._session.deliver(event)
         if flush_ms:
             self._loop.call_later(flush_ms / 1000, self._flush, event.rid)
@@ -154,21 +218,26 @@ class Connection:
 
     # --- the end ---
 
+    def _lose(self, reason: CancelReason) -> None:
+        """Nothing can be sent any more: end what ends with the connection, and let the rest go on."""
+        self._do(self._session.lost(reason))
+        self._resumables.lose(self)
+
     def _note_stall(self) -> None:
         """The client has taken nothing for `stall_timeout_s`; the socket aborts, so nothing can be said."""
         _log.info("a client stopped reading; its connection is dropped")
-        self._do(self._session.lost("slow_consumer"))
+        self._lose("slow_consumer")
 
     def _drop_slow_consumer(self) -> None:
         """More waits than may. The client still reads, or may: say why, within the close timeout."""
         if self._session.state is not SessionState.CLOSED:
             _log.info("a client reads too slowly; its connection is dropped")
-            self._do(self._session.lost("slow_consumer"))
+            self._lose("slow_consumer")
             self.begin_close(CloseCode.SLOW_CONSUMER, "too much waits for this connection")
 
     def _stop_serving(self) -> None:
         """The closing handshake has begun, by either side: nothing can be sent, so nothing need run."""
-        self._do(self._session.lost())
+        self._lose("connection_lost")
         # A peer that doesn't answer ours, say after a frame too large, must not keep the connection.
         self.begin_close(CloseCode.NORMAL, "")
 

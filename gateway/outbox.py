@@ -83,8 +83,8 @@ class Outbox:
 
     def _next_batch(self) -> list[bytes]:
         frames: list[bytes] = []
-        num_bytes = 0
-        while num_bytes < _BATCH_BYTES and (frame := self._session.next_frame()) is not None:
+        num_bytes, now_s = 0, self._loop.time()
+        while num_bytes < _BATCH_BYTES and (frame := self._session.next_frame(now_s)) is not None:
             frames.append(frame)
             num_bytes += len(frame)
         return frames

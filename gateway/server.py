@@ -5,12 +5,14 @@ A request's way in: `_answer_http` (host, origin, path, token), then for the Web
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -21,14 +23,21 @@ from ..pool import Pool
 from ..protocol.codec import encode
 from ..protocol.errors import CloseCode, ErrorCode, RequestError
 from ..protocol.frames import PROTOCOL, ErrorFrame, HelloFrame
-from .access import AccessRules
+from .access import ANYONE, AccessRules
 from .config import GatewayConfig
 from .connection import Connection
+from .doors import Doors
 from .http import PAGES, STREAM_PATH, Facts, error_response, json_response
+from .listeners import bind_unix, file_identity, remove_unix, tls_context
+from .resumables import ResumableStreams, ResumeStatistics
 from .sockets import GatewaySocket
+from .tenants import Tenant
 
-FEATURES = ("completion", "chat", "tools", "logprobs", "echo")
-"""Parts of the protocol that this server serves, for `hello`; `resume` and `credit` are still to come."""
+FEATURES = ("completion", "chat", "tools", "logprobs", "echo", "resume", "credit")
+"""Parts of the protocol that this server serves, for `hello`."""
+
+_BACKLOG = 1024
+"""Connections that the system holds until they are accepted."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +66,12 @@ class Gateway:
         self._access = AccessRules(config.access, config.listen)
         self._epoch = secrets.token_hex(8)
         self._connections: set[Connection] = set()
-        self._listener: Server | None = None
+        self._numbers = itertools.count(1)
+        self._doors = Doors(config.limits.max_connections, config.limits.max_connections_per_address)
+        self._tenants = {token.name: Tenant(token) for token in (ANYONE, *config.access.tokens)}
+        self._resumables = ResumableStreams(config.resume, pool.cancel, self._epoch)
+        self._listeners: list[Server] = []
+        self._unix_identity: tuple[int, int] | None = None
         self._is_draining = False
 
     # --- starting and stopping ---
@@ -80,16 +94,29 @@ class Gateway:
         Raises:
             OSError: the address is taken, or is none of this machine's.
         """
-        if self._listener is not None:
+        if self._listeners:
             return
+        listen = self._config.listen
+        try:
+            if listen.tcp:
+                context = tls_context(listen)
+                self._listeners.append(await self._listen(host=listen.host, port=listen.port, ssl=context))
+            if listen.unix_path is not None:
+                path = Path(listen.unix_path)
+                bound = bind_unix(path)
+                self._unix_identity = file_identity(path)
+                self._listeners.append(await self._listen(unix=True, sock=bound))
+        except BaseException:
+            self.abort()
+            raise
+
+    async def _listen(self, **where: Any) -> Server:
         limits, deadlines = self._config.limits, self._config.deadlines
         # At its debug level websockets logs headers, and with them tokens.
         logger = logging.getLogger(f"{__name__}.websockets")
         logger.setLevel(logging.WARNING)
-        self._listener = await serve(
+        return await serve(
             self._serve,
-            self._config.listen.host,
-            self._config.listen.port,
             select_subprotocol=_select_subprotocol,
             compression=None,
             process_request=self._answer_http,
@@ -102,21 +129,40 @@ class Gateway:
             max_queue=limits.max_unread_frames,
             write_limit=limits.write_buffer_bytes,
             logger=logger,
-            create_connection=GatewaySocket,
+            create_connection=cast(type[ServerConnection], self._make_socket),
+            backlog=_BACKLOG,
+            **where,
         )
+
+    def _make_socket(self, *args: Any, **options: Any) -> GatewaySocket:
+        return GatewaySocket(*args, **options).enter(self._doors)
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        assert self._listener is not None, "start it first"
-        port: int = self._listener.sockets[0].getsockname()[1]
+        assert self._listeners, "start it first"
+        port: int = self._listeners[0].sockets[0].getsockname()[1]
         return port
 
     @property
     def url(self) -> str:
-        """The WebSocket's URL."""
-        host = self._config.listen.host
-        return f"ws://{f'[{host}]' if ':' in host else host}:{self.port}{STREAM_PATH}"
+        """The WebSocket's URL; without TCP, the path of the Unix socket."""
+        listen = self._config.listen
+        if not listen.tcp:
+            return f"ws+unix://{listen.unix_path}:{STREAM_PATH}"
+        scheme = "ws" if listen.tls_cert is None else "wss"
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        return f"{scheme}://{host}:{self.port}{STREAM_PATH}"
+
+    @property
+    def resumables(self) -> ResumeStatistics:
+        """Streams that can be resumed."""
+        return self._resumables.statistics()
+
+    @property
+    def in_flight(self) -> Mapping[str, int]:
+        """Requests that have not ended, by the name of the token that they came with."""
+        return {name: tenant.in_flight for name, tenant in self._tenants.items()}
 
     @property
     def num_connections(self) -> int:
@@ -129,10 +175,12 @@ class Gateway:
         Takes at most `drain_timeout_s` + `cancel_timeout_s` + `goodbye_timeout_s`. Every accepted request
         gets its last frame. Calling it again does nothing.
         """
-        if self._listener is None or self._is_draining:
+        if not self._listeners or self._is_draining:
             return
         self._is_draining = True
         deadlines = self._config.deadlines
+        # Nobody can come back for them: no connection is let in any more.
+        self._resumables.cancel_detached("shutdown")
         for connection in self._connections:
             connection.goaway("shutdown", deadlines.drain_timeout_s)
         if not await self._pool.drain(deadlines.drain_timeout_s):
@@ -143,10 +191,10 @@ class Gateway:
                     connection.end_all("shutdown")
         for connection in self._connections:
             connection.begin_close(CloseCode.RESTART, "the server stops")
-        self._listener.close(close_connections=False)
+        self._close_listeners()
         try:
             async with asyncio.timeout(deadlines.goodbye_timeout_s):
-                await self._listener.wait_closed()
+                await asyncio.gather(*(listener.wait_closed() for listener in self._listeners))
         except TimeoutError:
             self.abort()
 
@@ -155,13 +203,23 @@ class Gateway:
         self._is_draining = True
         for connection in self._connections:
             connection.abort()
-        if self._listener is not None:
-            self._listener.close(close_connections=False)
+        self._close_listeners()
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close(close_connections=False)
+        self._resumables.close()
+        if self._config.listen.unix_path is not None:
+            remove_unix(Path(self._config.listen.unix_path), self._unix_identity)
 
     # --- one client ---
 
     def _answer_http(self, socket: ServerConnection, request: Request) -> Response | None:
         """Return the response to a request that is no WebSocket of ours; None lets it in."""
+        if cast(GatewaySocket, socket).is_refused:
+            return error_response(
+                HTTPStatus.SERVICE_UNAVAILABLE, "too_many_connections", "too many connections are open"
+            )
         if not self._access.allows_host(request.headers):
             return error_response(HTTPStatus.FORBIDDEN, "forbidden_host", "this Host is not allowed here")
         if not self._access.allows_origin(request.headers):
@@ -172,7 +230,7 @@ class Gateway:
                 return error_response(
                     HTTPStatus.SERVICE_UNAVAILABLE, ErrorCode.SHUTTING_DOWN, "the server is about to stop"
                 )
-            return None
+            return self._answer_full(request)
         page = PAGES.get(path)
         if page is None:
             return error_response(HTTPStatus.NOT_FOUND, "not_found", "there is nothing at this path")
@@ -180,7 +238,7 @@ class Gateway:
             return error_response(
                 HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "only GET is served", {"Allow": "GET"}
             )
-        if not page.is_public and not self._access.authenticates(request.headers):
+        if not page.is_public and self._access.identify(request.headers) is None:
             return error_response(
                 HTTPStatus.UNAUTHORIZED,
                 ErrorCode.UNAUTHORIZED,
@@ -190,19 +248,40 @@ class Gateway:
         facts = Facts(self._pool.ready, self._is_draining, self._pool.list_models())
         return json_response(*page.render(facts))
 
+    def _answer_full(self, request: Request) -> Response | None:
+        """Return the response to a tenant that has all the connections it may have; None lets it in."""
+        token = self._access.identify(request.headers)
+        if token is None or self._tenants[token.name].may_connect:
+            return None  # without a token it is turned away where a browser can see why
+        return error_response(
+            HTTPStatus.TOO_MANY_REQUESTS, "too_many_connections", "too many connections with this token"
+        )
+
     async def _serve(self, socket: ServerConnection) -> None:
         assert isinstance(socket, GatewaySocket)  # create_connection says so
         assert socket.request is not None  # the handshake is done
-        if not self._access.authenticates(socket.request.headers):
+        token = self._access.identify(socket.request.headers)
+        if token is None:
             await self._turn_away(socket)
             return
-        connection = Connection(socket, self._pool, self._config, self._hello())
+        tenant = self._tenants[token.name]
+        connection = Connection(
+            socket,
+            self._pool,
+            self._config,
+            self._hello(),
+            key=f"c{next(self._numbers)}",
+            tenant=tenant,
+            resumables=self._resumables,
+        )
         self._connections.add(connection)
+        tenant.begin_connection()
         try:
             if self._is_draining:  # since the handshake
                 connection.begin_close(CloseCode.RESTART, "the server stops")
             await connection.run()
         finally:
+            tenant.end_connection()
             self._connections.discard(connection)
 
     async def _turn_away(self, socket: GatewaySocket) -> None:
@@ -219,7 +298,7 @@ class Gateway:
             socket.abort()
 
     def _hello(self) -> HelloFrame:
-        limits = self._config.limits
+        limits, resume = self._config.limits, self._config.resume
         return {
             "type": "hello",
             "protocol": PROTOCOL,
@@ -231,6 +310,9 @@ class Gateway:
                 "max_in_flight": limits.max_in_flight_per_connection,
                 "max_queue": self._max_queue,
                 "max_tokens": self._max_tokens,
+                "detach_timeout_ms": round(resume.detach_timeout_s * 1000),
+                "replay_ms": round(resume.replay_s * 1000),
+                "replay_bytes": resume.replay_bytes,
             },
             "heartbeat_s": self._config.deadlines.ping_interval_s,
             "features": list(FEATURES),

@@ -13,6 +13,8 @@ from socket import SO_SNDBUF, SOL_SOCKET
 from websockets.asyncio.server import ServerConnection
 from websockets.protocol import State
 
+from .doors import Doors, Verdict
+
 _LOOKS_PER_TIMEOUT = 4
 
 
@@ -24,6 +26,21 @@ class GatewaySocket(ServerConnection):
     _on_writable: Callable[[], None] | None = None
     _timer: asyncio.TimerHandle | None = None
     _is_writable = True
+    _doors: Doors | None = None
+    _is_counted = False
+    is_refused = False
+    """Whether too many connections were open when this one was made."""
+
+    def enter(self, doors: Doors) -> "GatewaySocket":
+        """Tell who counts the connection once it is made; return itself."""
+        self._doors = doors
+        return self
+
+    @property
+    def address(self) -> str | None:
+        """The client's address; None on a Unix socket."""
+        peer = self.transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) else None
 
     def watch(
         self, *, stall_timeout_s: float, on_stall: Callable[[], None], on_writable: Callable[[], None]
@@ -71,6 +88,16 @@ class GatewaySocket(ServerConnection):
 
     # --- called by the transport ---
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note that there is a client, before its handshake."""
+        super().connection_made(transport)
+        if self._doors is not None:
+            verdict = self._doors.enter(self.address)
+            self._is_counted = True
+            self.is_refused = verdict is not Verdict.ADMIT
+            if verdict is Verdict.DROP:
+                self.abort()
+
     def pause_writing(self) -> None:
         """Note that the buffer is full."""
         super().pause_writing()
@@ -88,6 +115,9 @@ class GatewaySocket(ServerConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Note that the transport is gone."""
         self._stop_watching()
+        if self._doors is not None and self._is_counted:
+            self._is_counted = False
+            self._doors.leave(self.address)
         super().connection_lost(exc)
 
     # --- the watch ---

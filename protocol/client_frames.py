@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NewType, TypeVar
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from .errors import ErrorCode, FrameError
 from .options import OPTION_NAMES, ChatInput, CompletionInput, GenerationOptions
@@ -60,7 +60,24 @@ class PingFrame:
     nonce: str | int | None
 
 
-ClientFrame = RequestFrame | CancelFrame | ModelsFrame | PingFrame
+@dataclass(frozen=True, slots=True)
+class CreditFrame:
+    """Allow a request that was sent with `window` so many more tokens. Unknown ids are no error."""
+
+    id: ClientId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeFrame:
+    """Go on with a stream after the frame with `seq` `after_seq`; -1: none has come yet."""
+
+    id: ClientId
+    token: str
+    after_seq: int
+
+
+ClientFrame = RequestFrame | CancelFrame | CreditFrame | ResumeFrame | ModelsFrame | PingFrame
 
 
 class _Fields(BaseModel):
@@ -75,12 +92,20 @@ class _PingFields(_Fields):
     nonce: Annotated[str, StringConstraints(max_length=128)] | int | None = None
 
 
+class _CreditFields(_Fields):
+    tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class _ResumeFields(_Fields):
+    token: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
+    after_seq: Annotated[int, Field(ge=-1, le=2**53)]
+
+
 REQUEST_INPUTS: Mapping[str, type[CompletionInput] | type[ChatInput]] = {
     "completion": CompletionInput,
     "chat": ChatInput,
 }
-CLIENT_FRAME_TYPES = ("completion", "chat", "cancel", "models", "ping")
-NOT_SERVED_TYPES = ("resume", "credit")
+CLIENT_FRAME_TYPES = ("completion", "chat", "cancel", "credit", "resume", "models", "ping")
 
 
 def parse_client_frame(fields: Mapping[str, Any]) -> ClientFrame:
@@ -93,8 +118,6 @@ def parse_client_frame(fields: Mapping[str, Any]) -> ClientFrame:
     frame_id = read_id(fields)
     if not isinstance(kind, str):
         raise FrameError(ErrorCode.INVALID_FRAME, "type must be a string", param="type", frame_id=frame_id)
-    if kind in NOT_SERVED_TYPES:
-        raise FrameError(ErrorCode.NOT_SERVED, f"{kind} is not served yet", param="type", frame_id=frame_id)
     if kind not in CLIENT_FRAME_TYPES:
         known = ", ".join(CLIENT_FRAME_TYPES)
         raise FrameError(
@@ -111,9 +134,15 @@ def parse_client_frame(fields: Mapping[str, Any]) -> ClientFrame:
         _validate(_NoFields, rest, frame_id)
         return ModelsFrame(frame_id)
     assert frame_id is not None  # checked above; tells the type checker
-    if kind == "cancel":
-        _validate(_NoFields, rest, frame_id)
-        return CancelFrame(frame_id)
+    match kind:
+        case "cancel":
+            _validate(_NoFields, rest, frame_id)
+            return CancelFrame(frame_id)
+        case "credit":
+            return CreditFrame(frame_id, _validate(_CreditFields, rest, frame_id).tokens)
+        case "resume":
+            fields_of = _validate(_ResumeFields, rest, frame_id)
+            return ResumeFrame(frame_id, fields_of.token, fields_of.after_seq)
     return _request(kind, frame_id, rest)
 
 

@@ -72,6 +72,8 @@ class ErrorBody(TypedDict):
     param: str | None
     retryable: bool
     retry_after_ms: NotRequired[int]
+    reason: NotRequired[str]
+    """Why a `resume` failed."""
 
 
 class HeadraceError(Exception):

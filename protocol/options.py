@@ -46,15 +46,6 @@ def _logit_bias(value: dict[str, float] | None) -> dict[str, float] | None:
     return value
 
 
-def _not_yet(what: str) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value:
-            raise not_served(f"{what} is not there yet")
-        return value
-
-    return AfterValidator(check)
-
-
 Number = Annotated[float, BeforeValidator(_no_bool)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -100,8 +91,8 @@ class GenerationOptions(BaseModel):
     cache_prompt: bool = True
     timeout_ms: Annotated[int, Field(ge=1, le=86_400_000)] | None = None
     flush_ms: Annotated[int, Field(ge=0, le=1_000)] = 0
-    window: Annotated[int, Field(ge=1), _not_yet("flow control by credit")] | None = None
-    detach: Annotated[bool, _not_yet("resuming a stream")] = False
+    window: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    detach: bool = False
 
     @model_validator(mode="before")
     @classmethod

@@ -41,6 +41,12 @@ class Limits(TypedDict):
     max_in_flight: int
     max_queue: int
     max_tokens: int
+    detach_timeout_ms: int
+    """How long a stream with `detach` goes on without a connection."""
+    replay_ms: int
+    """How long a frame is kept for a `resume` after it was sent, and the last one after the end."""
+    replay_bytes: int
+    """How much of a stream is kept for a `resume`."""
 
 
 class HelloFrame(TypedDict):
@@ -64,6 +70,8 @@ class AcceptedFrame(TypedDict):
     rid: str
     queue_position: int
     options: dict[str, Any]
+    resume_token: NotRequired[str]
+    """Only with `detach`: what a `resume` must show."""
 
 
 class ProgressFrame(TypedDict):
@@ -140,14 +148,6 @@ class Timings(TypedDict):
     tokens_per_s: float | None
 
 
-class SpecPrefillReport(TypedDict):
-    """What became of the request's SpecPrefill fields. `reason` says why when it was not applied.
-
-    `kept_tokens` of the `uncached_tokens` were prefilled: all of them when it was not applied.
-    """
-
-    requested: bool | None
-    applied: bool
 class PromptRun(TypedDict):
     """Tokens of a prompt that follow each other and had the same fate."""
 
@@ -156,6 +156,14 @@ class PromptRun(TypedDict):
     text: str
 
 
+class SpecPrefillReport(TypedDict):
+    """What became of the request's SpecPrefill fields. `reason` says why when it was not applied.
+
+    `kept_tokens` of the `uncached_tokens` were prefilled: all of them when it was not applied.
+    """
+
+    requested: bool | None
+    applied: bool
     reason: str | None
     keep_pct: float | None
     prompt_tokens: int
@@ -166,6 +174,8 @@ class PromptRun(TypedDict):
     draft: str | None
     kept_ranges: NotRequired[list[list[int]]]
     """Half-open, in the prompt: only with `specprefill_debug`."""
+    prompt_runs: NotRequired[list[PromptRun]]
+    """The whole prompt, in order: only with `specprefill_debug`."""
 
 
 class AssistantMessage(TypedDict):
@@ -174,8 +184,6 @@ class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     reasoning: NotRequired[str]
-    prompt_runs: NotRequired[list[PromptRun]]
-    """The whole prompt, in order: only with `specprefill_debug`."""
     tool_calls: NotRequired[list[dict[str, Any]]]
 
 
@@ -202,6 +210,23 @@ class ErrorFrame(ErrorBody):
 
     type: Literal["error"]
     id: str | None
+
+
+class ResumedFrame(TypedDict):
+    """A `resume` is answered: every frame of the stream from `next_seq` on follows, exactly once."""
+
+    type: Literal["resumed"]
+    id: str
+    rid: str
+    next_seq: int
+
+
+class DetachedFrame(TypedDict):
+    """The stream goes on, and not here: the last frame with its id on this connection."""
+
+    type: Literal["detached"]
+    id: str
+    reason: Literal["resumed_elsewhere"]
 
 
 class GoawayFrame(TypedDict):
@@ -234,6 +259,8 @@ ServerFrame = Annotated[
     | DeltaFrame
     | DoneFrame
     | ErrorFrame
+    | ResumedFrame
+    | DetachedFrame
     | GoawayFrame
     | PongFrame
     | ModelsAnswer,

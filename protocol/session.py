@@ -10,17 +10,19 @@ The four verbs of the interface (after websockets' own sans-I/O core):
 The shell owns the socket, the clock and the pool. Everything a client can observe is decided here.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import assert_never
 
-from .codec import decode_client_frame, encode
-from .errors import BusyError, CloseCode, ErrorCode, FrameError, HeadraceError, ServerError
+from .actions import Action, CancelRequest, CloseConnection, CreditRequest, ResumeStream, StartRequest
+from .codec import decode_client_frame
+from .errors import BusyError, CloseCode, ErrorCode, FrameError, HeadraceError, RequestError, ServerError
 from .frames import (
     CancelFrame,
     ClientId,
+    CreditFrame,
+    DetachedFrame,
     ErrorFrame,
     GoawayFrame,
     HelloFrame,
@@ -31,9 +33,12 @@ from .frames import (
     PongFrame,
     RequestFrame,
     RequestId,
+    ResumeFrame,
 )
 from .messages import CancelReason, Delta, End, Event, Progress
 from .options import GenerationOptions
+from .outgoing import Outgoing
+from .replay import Replay
 from .stream import Stream, StreamState, end_without_engine
 
 
@@ -57,46 +62,6 @@ class SessionLimits:
     """Refused frames in a row after which the connection is closed with 4400."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartRequest:
-    """Give the frame to the pool, then call `accept` or `refuse`."""
-
-    frame: RequestFrame
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
-    """Tell the pool that a request should end."""
-
-    rid: RequestId
-    reason: CancelReason
-
-
-@dataclass(frozen=True, slots=True)
-class CloseConnection:
-    """Send what is buffered, then close the WebSocket."""
-
-    code: CloseCode
-    reason: str
-
-
-Action = StartRequest | CancelRequest | CloseConnection
-
-
-@dataclass(frozen=True, slots=True)
-class _Taker:
-    """A frame that is built only when the socket is ready for it."""
-
-    stream: Stream
-    kind: type[Progress] | type[Delta]
-
-
-@dataclass(frozen=True, slots=True)
-class _LastFrame:
-    stream: Stream
-    event: End
-
-
 class Session:
     """The rules of one connection.
 
@@ -115,10 +80,9 @@ class Session:
         self._ids: dict[ClientId, RequestId] = {}
         self._streams: dict[RequestId, Stream] = {}
         self._starting: set[ClientId] = set()
-        self._outgoing: deque[bytes | _Taker | _LastFrame] = deque()
-        self._outgoing_bytes = 0
+        self._outgoing = Outgoing()
         self._bad_frames = 0
-        self._send(hello)
+        self._outgoing.send(hello)
 
     @property
     def state(self) -> SessionState:
@@ -138,8 +102,7 @@ class Session:
     @property
     def buffered_bytes(self) -> int:
         """About how much waits for the socket, in bytes: frames, and tokens that no frame holds yet."""
-        takers = (item for item in self._outgoing if isinstance(item, _Taker) and item.kind is Delta)
-        return self._outgoing_bytes + sum(taker.stream.pending_bytes for taker in takers)
+        return self._outgoing.buffered_bytes
 
     # --- from the client ---
 
@@ -163,36 +126,60 @@ class Session:
                 return self._start(frame)
             case CancelFrame():
                 return self._cancel(frame.id, "client")
+            case CreditFrame():
+                return self._credit(frame)
+            case ResumeFrame():
+                return self._resume(frame)
             case ModelsFrame():
                 answer: ModelsAnswer = {"type": "models", "id": frame.id, "models": self._list_models()}
-                self._send(answer)
+                self._outgoing.send(answer)
             case PingFrame():
                 pong: PongFrame = {"type": "pong", "nonce": frame.nonce}
-                self._send(pong)
+                self._outgoing.send(pong)
             case _:
                 assert_never(frame)
         return []
 
     def _start(self, frame: RequestFrame) -> list[Action]:
-        if frame.id in self._ids or frame.id in self._starting:
-            raise FrameError(
-                ErrorCode.DUPLICATE_ID,
-                "a request with this id is running on this connection",
-                param="id",
-                frame_id=frame.id,
-            )
+        self._check_unused(frame.id)
         if self._state is SessionState.DRAINING:
             self._send_error(ServerError(ErrorCode.SHUTTING_DOWN, "the server is about to stop"), frame.id)
             return []
-        if len(self._streams) + len(self._starting) >= self._limits.max_in_flight:
-            limit = self._limits.max_in_flight
-            busy = BusyError(
-                ErrorCode.TOO_MANY_IN_FLIGHT, f"{limit} requests run on this connection, and no more may"
-            )
-            self._send_error(busy, frame.id)
+        if self._is_full(frame.id):
             return []
         self._starting.add(frame.id)
         return [StartRequest(frame)]
+
+    def _resume(self, frame: ResumeFrame) -> list[Action]:
+        self._check_unused(frame.id)
+        if self._is_full(frame.id):
+            return []
+        self._starting.add(frame.id)
+        return [ResumeStream(frame)]
+
+    def _check_unused(self, frame_id: ClientId) -> None:
+        if frame_id in self._ids or frame_id in self._starting:
+            message = "a request with this id is running on this connection"
+            raise FrameError(ErrorCode.DUPLICATE_ID, message, param="id", frame_id=frame_id)
+
+    def _is_full(self, frame_id: ClientId) -> bool:
+        """Return whether no more requests may run here; the client is told so."""
+        limit = self._limits.max_in_flight
+        if len(self._streams) + len(self._starting) < limit:
+            return False
+        message = f"{limit} requests run on this connection, and no more may"
+        self._send_error(BusyError(ErrorCode.TOO_MANY_IN_FLIGHT, message), frame_id)
+        return True
+
+    def _credit(self, frame: CreditFrame) -> list[Action]:
+        rid = self._ids.get(frame.id)
+        if rid is None:
+            return []
+        if self._streams[rid].options.window is None:
+            message = "credit is for requests that were sent with window"
+            self._send_error(RequestError(ErrorCode.INVALID_PARAM, message, param="id"), frame.id)
+            return []
+        return [CreditRequest(rid, frame.tokens)]
 
     def _cancel(self, frame_id: ClientId, reason: CancelReason) -> list[Action]:
         rid = self._ids.get(frame_id)
@@ -211,19 +198,59 @@ class Session:
     # --- from the pool ---
 
     def accept(
-        self, frame: RequestFrame, rid: RequestId, options: GenerationOptions, queue_position: int
-    ) -> None:
-        """Note that the pool has taken a request; `options` are those in force."""
+        self,
+        frame: RequestFrame,
+        rid: RequestId,
+        options: GenerationOptions,
+        queue_position: int,
+        *,
+        replay: Replay | None = None,
+        resume_token: str | None = None,
+    ) -> Stream:
+        """Note that the pool has taken a request.
+
+        Args:
+            options: those in force.
+            replay: keeps the frames of a stream that can be resumed.
+            resume_token: what the client must show for that.
+        """
         self._starting.discard(frame.id)
-        stream = Stream(frame, rid, options)
+        stream = Stream(frame, rid, options, replay)
         self._ids[frame.id] = rid
         self._streams[rid] = stream
-        self._send(stream.accepted(queue_position))
+        self._outgoing.send(stream.accepted(queue_position, resume_token))
+        return stream
 
-    def refuse(self, frame: RequestFrame, error: HeadraceError) -> None:
-        """Note that the pool has not taken a request: nothing was started."""
+    def refuse(self, frame: RequestFrame | ResumeFrame, error: HeadraceError) -> None:
+        """Note that a request was not taken, or a stream cannot be resumed: nothing was started."""
         self._starting.discard(frame.id)
         self._send_error(error, frame.id)
+
+    def attach(self, stream: Stream, frame: ResumeFrame, missed: list[bytes]) -> None:
+        """Go on with a stream that no other connection has any more, after the frames that were missed."""
+        self._starting.discard(frame.id)
+        self._outgoing.send(stream.resumed(frame.after_seq))
+        for data in missed:
+            self._outgoing.send_bytes(data)
+        if stream.owes_last_frame:
+            self._outgoing.send_last(stream)
+        elif stream.state is not StreamState.DONE:
+            self._ids[stream.id] = stream.rid
+            self._streams[stream.rid] = stream
+            if stream.has_progress:
+                self._outgoing.send_progress(stream)
+            if stream.has_tokens and stream.options.stream:
+                self._outgoing.send_tokens(stream)
+
+    def release(self, stream: Stream) -> None:
+        """Let a stream go to another connection; the client here is told, unless it has had all of it."""
+        is_running = self._streams.pop(stream.rid, None) is not None
+        if is_running:
+            del self._ids[stream.id]
+        was_ending = self._outgoing.drop(stream)
+        if self._state is not SessionState.CLOSED and (is_running or was_ending):
+            frame: DetachedFrame = {"type": "detached", "id": stream.id, "reason": "resumed_elsewhere"}
+            self._outgoing.send(frame)
 
     def deliver(self, event: Event) -> int:
         """Take an event of a running request.
@@ -241,15 +268,13 @@ class Session:
                     return 0
                 if stream.options.flush_ms:
                     return stream.options.flush_ms
-                self._outgoing.append(_Taker(stream, Delta))
+                self._outgoing.send_tokens(stream)
             case Progress():
                 if stream.push_progress(event):
-                    self._outgoing.append(_Taker(stream, Progress))
+                    self._outgoing.send_progress(stream)
             case End():
                 stream.end(event)
-                if stream.options.stream:
-                    self._outgoing.append(_Taker(stream, Delta))
-                self._outgoing.append(_LastFrame(stream, event))
+                self._outgoing.send_last(stream)
                 del self._streams[event.rid]
                 del self._ids[stream.id]
             case _:
@@ -259,26 +284,17 @@ class Session:
     def flush(self, rid: RequestId) -> None:
         """Let the tokens go that a request's `flush_ms` has held together."""
         if (stream := self._streams.get(rid)) is not None:
-            self._outgoing.append(_Taker(stream, Delta))
+            self._outgoing.send_tokens(stream)
 
     # --- to the client ---
 
-    def next_frame(self) -> bytes | None:
-        """Return the next message to send, or None when there is nothing to send now."""
-        while self._outgoing:
-            item = self._outgoing.popleft()
-            match item:
-                case bytes():
-                    self._outgoing_bytes -= len(item)
-                    return item
-                case _LastFrame():
-                    return encode(item.stream.done(item.event))
-                case _Taker():
-                    stream = item.stream
-                    frame = stream.take_delta() if item.kind is Delta else stream.take_progress()
-                    if frame is not None:
-                        return encode(frame)
-        return None
+    def next_frame(self, now_s: float = 0.0) -> bytes | None:
+        """Return the next message to send, or None when there is nothing to send now.
+
+        Args:
+            now_s: the time, by the clock that resumable streams count with.
+        """
+        return self._outgoing.next_frame(now_s)
 
     # --- the end ---
 
@@ -287,7 +303,7 @@ class Session:
         if self._state is SessionState.OPEN:
             self._state = SessionState.DRAINING
             frame: GoawayFrame = {"type": "goaway", "reason": reason, "deadline_ms": deadline_ms}
-            self._send(frame)
+            self._outgoing.send(frame)
 
     def cancel_all(self, reason: CancelReason) -> list[CancelRequest]:
         """Return a cancel for every running request; their last frames still go out."""
@@ -311,18 +327,20 @@ class Session:
             )
 
     def lost(self, reason: CancelReason = "connection_lost") -> list[CancelRequest]:
-        """Note that nothing can be sent any more; return a cancel for every running request."""
-        cancels = [] if self._state is SessionState.CLOSED else self.cancel_all(reason)
+        """Note that nothing can be sent any more; return a cancel for every request that ends with it.
+
+        Streams that can be resumed are forgotten here and not cancelled.
+        """
+        if self._state is SessionState.CLOSED:
+            return []
+        for stream in [stream for stream in self._streams.values() if stream.replay is not None]:
+            self._streams.pop(stream.rid)
+            self._ids.pop(stream.id)
+        cancels = self.cancel_all(reason)
         self._state = SessionState.CLOSED
         self._outgoing.clear()
-        self._outgoing_bytes = 0
         return cancels
-
-    def _send(self, frame: object) -> None:
-        data = encode(frame)
-        self._outgoing.append(data)
-        self._outgoing_bytes += len(data)
 
     def _send_error(self, error: HeadraceError, frame_id: str | None) -> None:
         frame: ErrorFrame = {"type": "error", "id": frame_id, **error.body()}
-        self._send(frame)
+        self._outgoing.send(frame)

@@ -18,6 +18,7 @@ from .frames import (
     ProgressFrame,
     RequestFrame,
     RequestId,
+    ResumedFrame,
     SpecPrefillReport,
     Status,
     Timings,
@@ -26,6 +27,7 @@ from .frames import (
 )
 from .messages import CancelReason, Delta, End, Progress
 from .options import GenerationOptions
+from .replay import Replay
 
 
 class StreamState(Enum):
@@ -38,7 +40,7 @@ class StreamState(Enum):
     CANCELLING = auto()
     """Somebody wants it to end; the engine has not let go yet."""
     DONE = auto()
-    """The last frame has been built."""
+    """The engine has let it go; the last frame is built when the deltas before it are sent."""
 
 
 class StreamEvent(Enum):
@@ -80,14 +82,23 @@ class Stream:
     A request with ``stream: false`` collects its deltas for the last frame in the same way.
     """
 
-    def __init__(self, frame: RequestFrame, rid: RequestId, options: GenerationOptions) -> None:
+    def __init__(
+        self,
+        frame: RequestFrame,
+        rid: RequestId,
+        options: GenerationOptions,
+        replay: Replay | None = None,
+    ) -> None:
         self.id = frame.id
         self.rid = rid
         self.options = options
         self.is_chat = frame.kind == "chat"
         self.num_tokens = 0
         """Tokens taken from the engine so far: the sum of `n` over deltas, sent or waiting."""
+        self.replay = replay
+        """Its sent frames, if it can be resumed."""
         self._state = StreamState.WAITING
+        self._end: End | None = None
         self._seq = 0
         self._pending: Delta | None = None
         self._pending_bytes = 0
@@ -134,15 +145,37 @@ class Stream:
         """About how many bytes the frame of the waiting tokens will have; 0 if none wait."""
         return self._pending_bytes
 
-    def accepted(self, queue_position: int) -> AcceptedFrame:
+    @property
+    def has_progress(self) -> bool:
+        """Whether `take_progress` would return anything."""
+        return self._pending_progress is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether `take_delta` would return anything."""
+        return self._pending is not None
+
+    @property
+    def owes_last_frame(self) -> bool:
+        """Whether the request has ended and `done` has not been called."""
+        return self._end is not None
+
+    def accepted(self, queue_position: int, resume_token: str | None = None) -> AcceptedFrame:
         """Return the request's first frame."""
-        return {
+        frame: AcceptedFrame = {
             "type": "accepted",
             "id": self.id,
             "rid": self.rid,
             "queue_position": queue_position,
             "options": self.options.model_dump(exclude_none=True),
         }
+        if resume_token is not None:
+            frame["resume_token"] = resume_token
+        return frame
+
+    def resumed(self, after_seq: int) -> ResumedFrame:
+        """Return the frame before those that a client has missed."""
+        return {"type": "resumed", "id": self.id, "rid": self.rid, "next_seq": after_seq + 1}
 
     def take_progress(self) -> ProgressFrame | None:
         """Return the newest progress as a frame, or None if there is none any more."""
@@ -186,9 +219,12 @@ class Stream:
         """Take the end of the request. `done` builds its frame once the deltas before it are taken."""
         self._apply(StreamEvent.END)
         self._pending_progress = None
+        self._end = event
 
-    def done(self, event: End) -> DoneFrame:
+    def done(self) -> DoneFrame:
         """Return the request's last frame; call it once, after `end` and after the last `take_delta`."""
+        event, self._end = self._end, None
+        assert event is not None, "it has not ended, or has had its last frame"
         frame: DoneFrame = {
             "type": "done",
             "id": self.id,
@@ -203,7 +239,7 @@ class Stream:
         }
         if not self.options.stream:
             whole = self._pending or Delta(self.rid, "", 0)
-            self._pending = None
+            self._pending, self._pending_bytes = None, 0
             if self.is_chat:
                 frame["message"] = _message(whole)
             else:

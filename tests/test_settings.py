@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 
 from headrace.engine.config import EngineConfig
+from headrace.gateway.config import GatewayConfig, TokenConfig
 from headrace.settings import (
     ServeSettings,
     SettingsError,
+    access_tokens,
     gateway_config,
     pool_config,
     read_settings,
-    read_token,
 )
+
+TOKENS = (TokenConfig.of_secret("alice", "t"),)
 
 
 def engine_of(settings: ServeSettings, index: int = 0) -> EngineConfig:
@@ -30,7 +33,7 @@ def test_defaults() -> None:
     (spec,) = pool_config(settings).models
     assert (spec.name, spec.workers) == ("smollm2-135m-instruct", 1)
     assert engine_of(settings) == EngineConfig()
-    assert gateway_config(settings, None).deadlines.drain_timeout_s == 30.0
+    assert gateway_config(settings, ()) == GatewayConfig()
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -52,17 +55,34 @@ def test_every_setting_reaches_its_layer() -> None:
         "max_queue": 4, "max_tokens": 5, "temperature": 0.6, "engine": "scripted", "drain_timeout": 7.0,
         "dequantize": False, "blas": "off", "allow_origin": ["o"], "allow_host": ["h"], "specprefill": True,
         "specprefill_keep_pct": 0.8, "specprefill_threshold": 9, "specprefill_draft_model": "none",
+        "specprefill_chunk_tokens": 31, "specprefill_sink_tokens": 32, "specprefill_tail_tokens": 33,
+        "specprefill_keep_system_prompt": True,
         "scripted_token_delay_ms": 1.0, "scripted_prefill_tokens_per_s": 2.0, "scripted_load_s": 3.0,
+        "tls_cert": "c", "tls_key": "k", "unix": "/u", "tcp": False,
+        "detach_timeout": 21.0, "replay_time": 22.0,
+        "max_connections": 23, "max_connections_per_address": 24, "max_in_flight_per_connection": 25,
+        "max_frame_bytes": 2600, "max_bad_frames": 27, "handshake_timeout": 28.0, "stall_timeout": 29.0,
     }  # fmt: skip
     assert set(flags) | {"token_file"} == set(ServeSettings.model_fields)
     settings = read_settings(flags, None)
-    pool, gateway, engine = pool_config(settings), gateway_config(settings, "t"), engine_of(settings, 1)
+    pool, gateway, engine = pool_config(settings), gateway_config(settings, TOKENS), engine_of(settings, 1)
     assert [(spec.name, spec.workers) for spec in pool.models] == [("org/a", 2), ("org/b", 2)]
     assert (pool.max_in_flight, pool.max_queue) == (3, 4)
     assert (pool.default_max_tokens, pool.default_temperature, pool.preload_blas) == (5, 0.6, "off")
     assert (gateway.listen.host, gateway.listen.port) == ("localhost", 0)
     assert (gateway.access.allowed_origins, gateway.access.allowed_hosts) == (("o",), ("h",))
-    assert (gateway.access.token, gateway.deadlines.drain_timeout_s) == ("t", 7.0)
+    assert (gateway.access.tokens, gateway.deadlines.drain_timeout_s) == (TOKENS, 7.0)
+    assert (gateway.listen.tls_cert, gateway.listen.tls_key) == ("c", "k")
+    assert (gateway.listen.unix_path, gateway.listen.tcp) == ("/u", False)
+    assert (gateway.resume.detach_timeout_s, gateway.resume.replay_s) == (21.0, 22.0)
+    limits, deadlines = gateway.limits, gateway.deadlines
+    assert (limits.max_connections, limits.max_connections_per_address) == (23, 24)
+    assert (limits.max_in_flight_per_connection, limits.max_frame_bytes, limits.max_bad_frames) == (
+        25,
+        2600,
+        27,
+    )
+    assert (deadlines.open_timeout_s, deadlines.stall_timeout_s) == (28.0, 29.0)
     assert (engine.model, engine.name, engine.kind, engine.dequantize) == (
         "org/b",
         "org/b",
@@ -72,6 +92,9 @@ def test_every_setting_reaches_its_layer() -> None:
     assert engine.max_batch_size == 3
     assert (engine.specprefill.enabled, engine.specprefill.keep_pct) == (True, 0.8)
     assert (engine.specprefill.threshold, engine.specprefill.draft_model) == (9, "none")
+    specprefill = engine.specprefill
+    assert (specprefill.chunk_tokens, specprefill.sink_tokens, specprefill.tail_tokens) == (31, 32, 33)
+    assert specprefill.keep_system_prompt
     assert (engine.scripted_token_delay_ms, engine.scripted_load_s) == (1.0, 3.0)
     assert engine.scripted_prefill_tokens_per_s == 2.0
 
@@ -133,17 +156,20 @@ def test_mistakes_in_flags_are_named() -> None:
         read_settings({"max_in_flight": 0}, None)
 
 
-def test_the_token_comes_from_its_file_or_the_environment(tmp_path: Path) -> None:
-    """The file wins; an empty one is a mistake, not an open door."""
+def test_tokens_come_from_their_file_or_the_environment(tmp_path: Path) -> None:
+    """A mistake in the file is named as the flag's."""
     path = tmp_path / "token"
     path.write_text("of-file\n")
     settings = read_settings({"token_file": str(path)}, None)
-    assert read_token(settings, {"HEADRACE_TOKEN": "of-environment"}) == "of-file"
-    assert read_token(read_settings({}, None), {"HEADRACE_TOKEN": "of-environment"}) == "of-environment"
-    assert read_token(read_settings({}, None), {}) is None
-    path.write_text("\n")
-    with pytest.raises(SettingsError, match="empty"):
-        read_token(settings, {})
+    assert access_tokens(settings, {}) == (TokenConfig.of_secret("default", "of-file"),)
+    assert access_tokens(read_settings({}, None), {}) == ()
     path.unlink()
-    with pytest.raises(SettingsError, match="cannot be read"):
-        read_token(settings, {})
+    with pytest.raises(SettingsError, match=r"^--token-file .*: cannot be read"):
+        access_tokens(settings, {})
+
+
+def test_flags_that_need_another() -> None:
+    """A key without its certificate, nothing to listen on."""
+    for flags, named in (({"tls_key": "k"}, "--tls-key"), ({"tcp": False}, "--no-tcp")):
+        with pytest.raises(SettingsError, match=named):
+            gateway_config(read_settings(flags, None), ())

@@ -17,6 +17,7 @@ app = typer.Typer(
 
 _SERVING = "Serving"
 _ACCESS = "Access"
+_LIMITS = "Limits"
 _SPECPREFILL = "SpecPrefill"
 
 
@@ -108,8 +109,81 @@ def serve(
     token_file: Annotated[
         str | None,
         typer.Option(
-            help="A file with the token that clients must show; else HEADRACE_TOKEN has it.",
+            help="A file with the token that clients must show; .toml: several. Else HEADRACE_TOKEN.",
             rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(help="A PEM file with a certificate: speak TLS.", rich_help_panel=_ACCESS),
+    ] = None,
+    tls_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The certificate's key; without it, it is in the same file.", rich_help_panel=_ACCESS
+        ),
+    ] = None,
+    unix: Annotated[
+        str | None,
+        typer.Option(
+            help="A Unix socket to listen on as well, for this user's programs.", rich_help_panel=_ACCESS
+        ),
+    ] = None,
+    tcp: Annotated[
+        bool | None,
+        typer.Option(
+            help="--no-tcp: listen on the Unix socket only. Default: both.", rich_help_panel=_ACCESS
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(help="Connections that may be open. Default: 16384.", rich_help_panel=_LIMITS),
+    ] = None,
+    max_connections_per_address: Annotated[
+        int | None,
+        typer.Option(help="The same from one address. Default: 1024.", rich_help_panel=_LIMITS),
+    ] = None,
+    max_in_flight_per_connection: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests of one connection that may run or wait. Default: 256.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    max_frame_bytes: Annotated[
+        int | None,
+        typer.Option(help="Longest frame of a client. Default: 8388608.", rich_help_panel=_LIMITS),
+    ] = None,
+    max_bad_frames: Annotated[
+        int | None,
+        typer.Option(
+            help="Refused frames in a row after which a connection is closed. Default: 16.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    handshake_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that an opening handshake may take. Default: 10.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    stall_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds after which a client that takes nothing is dropped. Default: 30.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    detach_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a stream with detach goes on without a connection. Default: 60.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    replay_time: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that sent frames are kept for a resume. Default: 120.", rich_help_panel=_LIMITS
         ),
     ] = None,
     specprefill: Annotated[

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,11 @@ from .gateway.access import is_loopback
 from .gateway.server import Gateway
 from .loading import LoadingDisplay
 from .pool import ModelLoadFailed, Pool, WorkerStatus
-from .settings import ServeSettings, gateway_config, pool_config, read_token
+from .settings import ServeSettings, access_tokens, gateway_config, pool_config
 
 _ALREADY_SETTLED_S = 1.0
+_SPARE_FILES = 256
+"""Descriptors for pipes to engines, model files and the like."""
 
 
 class ServeError(Exception):
@@ -40,8 +43,9 @@ def run(settings: ServeSettings) -> None:
 
 
 async def _serve(settings: ServeSettings, environment: Mapping[str, str]) -> None:
-    config = gateway_config(settings, read_token(settings, environment))
-    if config.access.token is None and not is_loopback(settings.host):
+    config = gateway_config(settings, access_tokens(settings, environment))
+    _raise_file_limit(config.limits.max_connections)
+    if not config.access.tokens and settings.tcp and not is_loopback(settings.host):
         _say(f"warning: {settings.host} is reachable from other machines, and there is no token")
     with _stop_signal() as stop, LoadingDisplay(sys.stderr) as display:
         changed = asyncio.Event()
@@ -71,10 +75,32 @@ async def _listen(gateway: Gateway, settings: ServeSettings) -> None:
     try:
         await gateway.start()
     except OSError as error:
+        raise _listen_error(error, settings) from None
+
+
+def _listen_error(error: OSError, settings: ServeSettings) -> ServeError:
+    what = os.strerror(error.errno) if error.errno else str(error)
+    if error.filename is None:
         where = f"{settings.host}:{settings.port}"
         if error.errno == errno.EADDRINUSE:
-            raise ServeError(f"{where} is taken: choose another --port") from None
-        raise ServeError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
+            return ServeError(f"{where} is taken: choose another --port")
+        return ServeError(f"cannot listen on {where}: {what}")
+    if error.filename in (settings.tls_cert, settings.tls_key):
+        return ServeError(f"cannot use the certificate or key {error.filename}: {what}")
+    if error.errno == errno.EADDRINUSE:
+        return ServeError(f"--unix {error.filename} is taken by another server")
+    return ServeError(f"cannot listen on --unix {error.filename}: {what}")
+
+
+def _raise_file_limit(max_connections: int) -> None:
+    """Let the process have a descriptor for each connection, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + _SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has another limit below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _load(pool: Pool, changed: asyncio.Event, stop: asyncio.Event) -> bool:

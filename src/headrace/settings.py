@@ -12,8 +12,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .engine.config import EngineConfig, SpecPrefillConfig
-from .gateway.config import AccessConfig, DeadlinesConfig, GatewayConfig, ListenConfig
+from .gateway.config import (
+    AccessConfig,
+    DeadlinesConfig,
+    GatewayConfig,
+    LimitsConfig,
+    ListenConfig,
+    ResumeConfig,
+    TokenConfig,
+)
 from .pool import ModelSpec, PoolConfig
+from .tokens import TokenFileError, read_tokens
 
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 SCRIPTED_MODEL_NAME = "scripted"
@@ -52,6 +61,19 @@ class ServeSettings(BaseModel):
     allow_origin: Names = Field(default_factory=list)
     allow_host: Names = Field(default_factory=list)
     token_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    unix: str | None = None
+    tcp: bool = True
+    detach_timeout: Annotated[float, Field(ge=0)] = 60.0
+    replay_time: Annotated[float, Field(ge=0)] = 120.0
+    max_connections: Annotated[int, Field(ge=1)] = 16_384
+    max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
+    max_in_flight_per_connection: Annotated[int, Field(ge=1)] = 256
+    max_frame_bytes: Annotated[int, Field(ge=1024)] = 8 << 20
+    max_bad_frames: Annotated[int, Field(ge=1)] = 16
+    handshake_timeout: Annotated[float, Field(gt=0)] = 10.0
+    stall_timeout: Annotated[float, Field(gt=0)] = 30.0
     specprefill: bool = False
     specprefill_keep_pct: Annotated[float, Field(gt=0, le=1)] = 0.3
     specprefill_threshold: Annotated[int, Field(ge=0)] = 8192
@@ -97,21 +119,16 @@ def _read_file(path: Path) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
-def read_token(settings: ServeSettings, environment: Mapping[str, str]) -> str | None:
-    """Return the bearer token that clients must show: of the file, else of HEADRACE_TOKEN; None for none.
+def access_tokens(settings: ServeSettings, environment: Mapping[str, str]) -> tuple[TokenConfig, ...]:
+    """Return the tokens of which clients must show one: the file's, else HEADRACE_TOKEN; none if neither is.
 
     Raises:
         SettingsError: the file cannot be read, or there is no token in it.
     """
-    if settings.token_file is None:
-        return environment.get("HEADRACE_TOKEN") or None
     try:
-        token = Path(settings.token_file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise SettingsError(f"--token-file {settings.token_file}: cannot be read") from None
-    if not token:
-        raise SettingsError(f"--token-file {settings.token_file}: it is empty")
-    return token
+        return read_tokens(settings.token_file, environment)
+    except TokenFileError as error:
+        raise SettingsError(f"--token-file {settings.token_file}: {error}") from None
 
 
 def pool_config(settings: ServeSettings) -> PoolConfig:
@@ -181,14 +198,41 @@ def _model_name(settings: ServeSettings, model: str | None) -> str:
     return model
 
 
-def gateway_config(settings: ServeSettings, token: str | None) -> GatewayConfig:
-    """Return the gateway's configuration."""
+def gateway_config(settings: ServeSettings, tokens: tuple[TokenConfig, ...]) -> GatewayConfig:
+    """Return the gateway's configuration.
+
+    Raises:
+        SettingsError: flags that make no sense together.
+    """
+    if settings.tls_key is not None and settings.tls_cert is None:
+        raise SettingsError("--tls-key: there is no --tls-cert to it")
+    if not settings.tcp and settings.unix is None:
+        raise SettingsError("--no-tcp: there is no --unix to listen on instead")
     return GatewayConfig(
-        listen=ListenConfig(host=settings.host, port=settings.port),
-        deadlines=DeadlinesConfig(drain_timeout_s=settings.drain_timeout),
+        listen=ListenConfig(
+            host=settings.host,
+            port=settings.port,
+            tcp=settings.tcp,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            unix_path=None if settings.unix is None else str(Path(settings.unix).expanduser()),
+        ),
+        limits=LimitsConfig(
+            max_connections=settings.max_connections,
+            max_connections_per_address=settings.max_connections_per_address,
+            max_in_flight_per_connection=settings.max_in_flight_per_connection,
+            max_frame_bytes=settings.max_frame_bytes,
+            max_bad_frames=settings.max_bad_frames,
+        ),
+        deadlines=DeadlinesConfig(
+            open_timeout_s=settings.handshake_timeout,
+            stall_timeout_s=settings.stall_timeout,
+            drain_timeout_s=settings.drain_timeout,
+        ),
+        resume=ResumeConfig(detach_timeout_s=settings.detach_timeout, replay_s=settings.replay_time),
         access=AccessConfig(
             allowed_origins=tuple(settings.allow_origin),
             allowed_hosts=tuple(settings.allow_host),
-            token=token,
+            tokens=tokens,
         ),
     )

@@ -11,7 +11,14 @@ from typing import Any, Self
 from websockets.asyncio.client import ClientConnection, connect
 
 from headrace.engine.config import EngineConfig
-from headrace.gateway.config import AccessConfig, DeadlinesConfig, GatewayConfig, LimitsConfig, ListenConfig
+from headrace.gateway.config import (
+    AccessConfig,
+    DeadlinesConfig,
+    GatewayConfig,
+    LimitsConfig,
+    ListenConfig,
+    ResumeConfig,
+)
 from headrace.gateway.server import Gateway
 from headrace.pool import ModelSpec, Pool, PoolConfig
 
@@ -46,10 +53,13 @@ def make_gateway(
     limits: LimitsConfig | None = None,
     deadlines: DeadlinesConfig | None = None,
     access: AccessConfig | None = None,
+    resume: ResumeConfig | None = None,
+    listen: ListenConfig | None = None,
 ) -> Gateway:
     """Return a gateway on a free port."""
     config = GatewayConfig(
-        listen=ListenConfig(port=0),
+        listen=listen or ListenConfig(port=0),
+        resume=resume or ResumeConfig(),
         limits=limits or LimitsConfig(),
         deadlines=deadlines or replace(DeadlinesConfig(), drain_timeout_s=0.2),
         access=access or AccessConfig(),

@@ -1,7 +1,9 @@
 """Who is let in: the rules by themselves, and as a client meets them."""
 
 import base64
+import hmac
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +12,13 @@ from websockets.asyncio.client import connect
 from websockets.datastructures import Headers
 from websockets.exceptions import InvalidStatus
 
-from headrace.gateway.access import AccessRules, is_loopback
-from headrace.gateway.config import AccessConfig, ListenConfig
+from headrace.gateway.access import ANYONE, AccessRules, is_loopback
+from headrace.gateway.config import AccessConfig, ListenConfig, TokenConfig
 from headrace.gateway.server import Gateway
 from headrace.pool import Pool
 
 TOKEN = "s3cret-töken"
+OTHER = TokenConfig.of_secret("bob", "another")
 BEARER = "headrace.bearer." + base64.urlsafe_b64encode(TOKEN.encode()).decode().rstrip("=")
 
 
@@ -116,15 +119,35 @@ def test_programs_have_no_origin() -> None:
 )
 def test_tokens(pairs: list[tuple[str, str]], allowed: bool) -> None:
     """By header or by subprotocol; nothing else, and nothing raises."""
-    locked = rules(token=TOKEN)
+    locked = rules(tokens=(OTHER, TokenConfig.of_secret("alice", TOKEN)))
     assert locked.needs_token
-    assert locked.authenticates(headers(*pairs)) is allowed
-    assert rules().authenticates(headers(*pairs))
+    found = locked.identify(headers(*pairs))
+    assert (found is not None and found.name == "alice") is allowed
+    assert rules().identify(headers(*pairs)) is ANYONE
+
+
+def test_every_token_is_compared_whatever_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No early exit: the first, the last and no match cost the same comparisons, of digests of one length."""
+    calls: list[tuple[int, int]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        calls.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr("headrace.gateway.access.hmac", SimpleNamespace(compare_digest=compare))
+    tokens = tuple(TokenConfig.of_secret(f"t{number}", f"secret-{number}") for number in range(4))
+    locked = rules(tokens=tokens)
+    for shown in ("secret-0", "secret-3", "wrong", "x" * 5000):
+        calls.clear()
+        locked.identify(headers(("Authorization", f"Bearer {shown}")))
+        assert calls == [(32, 32)] * 4
 
 
 def test_the_token_is_in_no_representation() -> None:
-    """A configuration may end in a log."""
-    assert TOKEN not in repr(AccessConfig(token=TOKEN))
+    """A configuration may end in a log; not even the digest is in it."""
+    config = AccessConfig(tokens=(TokenConfig.of_secret("alice", TOKEN),))
+    assert TOKEN not in repr(config)
+    assert "sha256" not in repr(config)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +181,7 @@ async def test_strangers_get_403(gateway: Gateway, path: str, extra: dict[str, s
 async def test_a_wrong_token_closes_with_4401(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     """After accepting, so that a browser sees it; the right one is served; neither is logged."""
     caplog.set_level(logging.DEBUG)
-    gateway = make_gateway(pool, access=AccessConfig(token="right-token"))
+    gateway = make_gateway(pool, access=AccessConfig(tokens=(TokenConfig.of_secret("a", "right-token"),)))
     await gateway.start()
     for wrong in ({}, {"Authorization": "Bearer wrong-token"}):
         async with Client(gateway.url, additional_headers=wrong, logger=logging.getLogger("quiet")) as client:

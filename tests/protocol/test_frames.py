@@ -7,11 +7,12 @@ import pytest
 from headrace.protocol.errors import ErrorCode, FrameError
 from headrace.protocol.frames import (
     CLIENT_FRAME_TYPES,
-    NOT_SERVED_TYPES,
     CancelFrame,
+    CreditFrame,
     ModelsFrame,
     PingFrame,
     RequestFrame,
+    ResumeFrame,
     parse_client_frame,
     read_id,
 )
@@ -142,11 +143,22 @@ def test_small_frames() -> None:
         assert refusal({"type": kind, "id": "a", "extra": 1}).param == "extra"
 
 
-@pytest.mark.parametrize("kind", NOT_SERVED_TYPES)
-def test_frames_that_are_still_to_come_say_so(kind: str) -> None:
-    """Resume and credit have a code of their own, and keep the id."""
-    error = refusal({"type": kind, "id": "a", "token": "t"})
-    assert (error.code, error.frame_id) == (ErrorCode.NOT_SERVED, "a")
+def test_credit_is_a_number_of_tokens() -> None:
+    """At least one."""
+    assert parse_client_frame({"type": "credit", "id": "a", "tokens": 5}) == CreditFrame("a", 5)
+    for tokens in (0, -1, True, 1.5, "1", None, 2**31):
+        assert refusal({"type": "credit", "id": "a", "tokens": tokens}).param == "tokens"
+    assert refusal({"type": "credit", "id": "a"}).param == "tokens"
+
+
+def test_resume_needs_a_token_and_a_place() -> None:
+    """-1 stands before the first frame."""
+    fields = {"type": "resume", "id": "a", "token": "t.x-_", "after_seq": -1}
+    assert parse_client_frame(fields) == ResumeFrame("a", "t.x-_", -1)
+    for token in ("", 1, None, "x" * 129, "tö", "a b"):
+        assert refusal({**fields, "token": token}).param == "token"
+    for after_seq in (-2, True, 1.5, "1", None, 2**60):
+        assert refusal({**fields, "after_seq": after_seq}).param == "after_seq"
 
 
 @pytest.mark.parametrize("kind", [None, 1, [], {}])

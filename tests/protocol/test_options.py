@@ -46,8 +46,8 @@ REFUSED: dict[str, list[Any]] = {
     "cache_prompt": WRONG_BOOLEANS,
     "timeout_ms": [*WRONG_INTEGERS, 0, -1, 86_400_001],
     "flush_ms": [*WRONG_INTEGERS, -1, 1001],
-    "window": [*WRONG_INTEGERS, 0, -1, 1, 100],
-    "detach": [*WRONG_BOOLEANS, True],
+    "window": [*WRONG_INTEGERS, 0, -1, 2**31],
+    "detach": WRONG_BOOLEANS,
     "n": [0, 2, True, "1", NAN, 2**70],
     "stream_options": [1, "x", {"include_usage": False}, {"x": 1}, [1]],
     "max_completion_tokens": [*WRONG_INTEGERS, 0, -1],
@@ -76,8 +76,8 @@ ACCEPTED: dict[str, list[Any]] = {
     "cache_prompt": [True, False, None],
     "timeout_ms": [1, 86_400_000, None],
     "flush_ms": [0, 1000, None],
-    "window": [None],
-    "detach": [False, None],
+    "window": [1, 2**31 - 1, None],
+    "detach": [True, False, None],
     "n": [1, None],
     "stream_options": [{"include_usage": True}, {}, None],
     "max_completion_tokens": [1, None],
@@ -136,12 +136,11 @@ def test_both_frames_carry_the_same_options() -> None:
     assert parse("completion", **options).options == parse("chat", **options).options
 
 
-@pytest.mark.parametrize("name", ["window", "detach", "n"])
-def test_what_is_not_there_yet_says_so(name: str) -> None:
+def test_what_is_not_served_says_so() -> None:
     """A known field that is not served has a code of its own."""
     with pytest.raises(FrameError) as caught:
-        parse("chat", **{name: True if name == "detach" else 2})
-    assert (caught.value.code, caught.value.param) == (ErrorCode.NOT_SERVED, name)
+        parse("chat", n=2)
+    assert (caught.value.code, caught.value.param) == (ErrorCode.NOT_SERVED, "n")
 
 
 def test_echo_is_for_completions() -> None:

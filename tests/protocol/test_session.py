@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 
+from headrace.protocol.actions import CancelRequest, CloseConnection, StartRequest
 from headrace.protocol.errors import BusyError, CloseCode, ErrorCode
 from headrace.protocol.frames import HelloFrame, RequestFrame, RequestId
 from headrace.protocol.messages import Delta, Progress
-from headrace.protocol.session import (
-    CancelRequest,
-    CloseConnection,
-    Session,
-    SessionLimits,
-    SessionState,
-    StartRequest,
-)
+from headrace.protocol.session import Session, SessionLimits, SessionState
 from headrace.protocol.stream import end_without_engine
 
 HELLO: HelloFrame = {
@@ -24,7 +18,15 @@ HELLO: HelloFrame = {
     "server": "headrace/0",
     "epoch": "e",
     "models": [],
-    "limits": {"max_frame_bytes": 1, "max_in_flight": 2, "max_queue": 3, "max_tokens": 4},
+    "limits": {
+        "max_frame_bytes": 1,
+        "max_in_flight": 2,
+        "max_queue": 3,
+        "max_tokens": 4,
+        "detach_timeout_ms": 5,
+        "replay_ms": 6,
+        "replay_bytes": 7,
+    },
     "heartbeat_s": 20.0,
     "features": [],
 }

@@ -93,7 +93,7 @@ def test_frames_have_gapless_numbers_and_all_the_text(steps: list[Any]) -> None:
     end = make_end(stream)
     stream.end(end)
     frames.append(stream.take_delta())
-    frames = [*filter(None, frames), stream.done(end)]
+    frames = [*filter(None, frames), stream.done()]
     pushed = [step for step in steps if step != "take"]
     assert [frame["seq"] for frame in frames] == list(range(len(frames)))
     assert "".join(frame["text"] for frame in frames[:-1]) == "".join(text for text, _ in pushed)
@@ -157,7 +157,7 @@ def test_without_streaming_the_last_frame_has_it_all(chat: bool) -> None:
     assert not stream.push_delta(Delta(RID, "b", 2, "r2"))
     end = make_end(stream)
     stream.end(end)
-    frame = stream.done(end)
+    frame = stream.done()
     assert frame["seq"] == 0
     assert frame.get("logprobs") == [LOGPROB]
     if chat:
@@ -174,7 +174,7 @@ def test_a_message_with_tool_calls_fits_the_next_turn() -> None:
     stream.push_delta(Delta(RID, "", 1, "", [CALL]))
     end = make_end(stream)
     stream.end(end)
-    message = stream.done(end).get("message")
+    message = stream.done().get("message")
     assert message is not None
     assert message["content"] is None
     ChatInput.model_validate({"messages": [message]})

@@ -1,0 +1,100 @@
+"""What one connection has to send, in order. Streams' frames are built when the socket is ready for them."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from .codec import encode
+from .messages import Delta, Progress
+from .server_frames import DeltaFrame, DoneFrame
+from .stream import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Taker:
+    """A frame that is built only when the socket is ready for it."""
+
+    stream: Stream
+    kind: type[Progress] | type[Delta]
+
+
+@dataclass(frozen=True, slots=True)
+class _LastFrame:
+    stream: Stream
+
+
+class Outgoing:
+    """A queue of frames, and of places where a stream's next frame goes."""
+
+    def __init__(self) -> None:
+        self._items: deque[bytes | _Taker | _LastFrame] = deque()
+        self._ready_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """About how much waits, in bytes: frames, and tokens that no frame holds yet."""
+        takers = (item for item in self._items if isinstance(item, _Taker) and item.kind is Delta)
+        return self._ready_bytes + sum(taker.stream.pending_bytes for taker in takers)
+
+    def send(self, frame: object) -> None:
+        """Add a frame."""
+        self.send_bytes(encode(frame))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Add a frame that has been encoded."""
+        self._items.append(data)
+        self._ready_bytes += len(data)
+
+    def send_tokens(self, stream: Stream) -> None:
+        """Add a place for all tokens of a stream that wait when its turn comes."""
+        self._items.append(_Taker(stream, Delta))
+
+    def send_progress(self, stream: Stream) -> None:
+        """Add a place for a stream's newest progress."""
+        self._items.append(_Taker(stream, Progress))
+
+    def send_last(self, stream: Stream) -> None:
+        """Add what is left of a stream that has ended: its tokens and its last frame."""
+        if stream.options.stream:
+            self.send_tokens(stream)
+        self._items.append(_LastFrame(stream))
+
+    def next_frame(self, now_s: float) -> bytes | None:
+        """Return the next frame, or None when there is none now."""
+        while self._items:
+            item = self._items.popleft()
+            match item:
+                case bytes():
+                    self._ready_bytes -= len(item)
+                    return item
+                case _LastFrame():
+                    return _keep(item.stream, item.stream.done(), now_s)
+                case _Taker() if item.kind is Delta:
+                    if (delta := item.stream.take_delta()) is not None:
+                        return _keep(item.stream, delta, now_s)
+                case _Taker():
+                    if (progress := item.stream.take_progress()) is not None:
+                        return encode(progress)
+        return None
+
+    def drop(self, stream: Stream) -> bool:
+        """Take out the places of a stream that goes on elsewhere; return whether its last frame was due."""
+        kept = [item for item in self._items if isinstance(item, bytes) or item.stream is not stream]
+        was_ending = any(isinstance(item, _LastFrame) and item.stream is stream for item in self._items)
+        self._items = deque(kept)
+        return was_ending
+
+    def clear(self) -> None:
+        """Forget everything: nothing can be sent any more."""
+        self._items.clear()
+        self._ready_bytes = 0
+
+
+def _keep(stream: Stream, frame: DeltaFrame | DoneFrame, now_s: float) -> bytes:
+    """Return a frame's bytes; a stream that can be resumed keeps them."""
+    data = encode(frame)
+    if stream.replay is not None:
+        stream.replay.add(frame["seq"], data, now_s)
+    return data
