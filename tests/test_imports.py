@@ -14,9 +14,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"protocol"},
     "pool": {"protocol"},
     "gateway": {"pool", "protocol"},
+    "client": {"protocol"},
 }
 """What each folder may import of ours, itself aside."""
-MLX_FREE = ("protocol", "pool", "gateway", "src/headrace")
+MLX_FREE = ("protocol", "pool", "gateway", "client", "src/headrace")
 MODULES = [path for folder in ALLOWED for path in sorted((ROOT / folder).glob("**/*.py"))]
 
 
@@ -77,7 +78,7 @@ def test_no_source_outside_the_engine_names_mlx(folder: str) -> None:
 @pytest.mark.parametrize(
     "module",
     ["headrace", "headrace.protocol.session", "headrace.pool", "headrace.gateway.server", "headrace.cli",
-     "headrace.serve", "headrace.engine.config"],
+     "headrace.serve", "headrace.engine.config", "headrace.client", "headrace.client.testing"],
 )  # fmt: skip
 def test_a_fresh_process_loads_no_mlx(module: str) -> None:
     """Through no other module either."""
