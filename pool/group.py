@@ -212,8 +212,10 @@ class WorkerGroup:
         """Give waiting requests to workers, until there are none, or no room."""
         if self._is_closing:
             return
+        refused = set()
         for request in self._line.recovering:
-            self._try_worker(request)
+            if (kind := request.record.kind) not in refused and not self._try_worker(request):
+                refused.add(kind)
         while (fresh := self._line.first_fresh) is not None and self._has_room_for_fresh():
             if not self._try_worker(fresh):
                 break
@@ -294,10 +296,10 @@ class WorkerGroup:
                 request.deliver(end)
                 has_room = True
             else:
-                was_suspect = request.record.is_suspect
+                held = request.record.num_deaths
                 request.deliver(event, now_s)
                 has_room |= self._pass_credit(seat, request)
-                has_room |= was_suspect and not request.record.is_suspect
+                has_room |= bool(held and self._line.num_recovering)
         if has_room:
             self._dispatch()
 
@@ -326,10 +328,10 @@ class WorkerGroup:
         seat.forget()
         requests = list(seat.requests.values())
         if not seat.worker.was_replaced:
-            running = [request.record for request in requests if not seat.is_paused(request)]
+            running = [request.record for request in seat.running]
             blame(running, max_deaths=self._config.max_engine_deaths_per_request)
-        # The shortest first: suspects go on one after another.
-        for request in sorted(requests, key=lambda request: request.estimated_tokens):
+        # The newest first: suspects go on one after another, and those are the likeliest to be it.
+        for request in sorted(requests, key=lambda request: request.num_tokens):
             if (end := self._end_of_lost(request)) is not None:
                 self._finish_here(request, end)
                 continue

@@ -1,19 +1,21 @@
 """Who is to blame when an engine process dies: one request, perhaps, and its neighbours must not pay for it.
 
 1. Whoever was running when an engine died is a suspect, and its death is counted against it.
-2. A suspect goes on with no other suspect beside it in its engine, until it has made `PROBATION_TOKENS`
-   more tokens. So when an engine dies with a suspect aboard, that one alone is blamed, and its neighbours go
-   on free of it.
-3. A request fails once the deaths counted against it reach the limit. The last one counts only if nobody
-   else was under suspicion at the time: a request never fails for what its neighbour may have done. Who is
-   spared by that has a longer probation the next time, so that a slow killer is found alone in the end.
-4. After `FORGIVEN_AFTER_TOKENS` more tokens, nothing is held against a request: a prompt that kills engines
-   dies at the same place again, and does not get that far.
+2. A suspect goes on with no other suspect beside it in its engine, until it has made `PROBATION_TOKENS` more
+   tokens. When an engine dies with a suspect aboard, that one alone is blamed.
+3. A request fails once the deaths counted against it reach the limit. The last one counts only if nobody else
+   aboard had anything held against it. Who is spared by that, because one that passed its probation may still
+   have been it, goes on in solitude: beside none but those that nothing is held against. And the probation
+   of everybody gets longer with every death.
+4. After `FORGIVEN_AFTER_TOKENS` more tokens without another death, nothing is held against a request: a
+   prompt that kills engines dies at the same place again, and does not get that far.
 
+So a request never fails for what its neighbour has done, and one that kills every engine fails: after as many
+deaths as the limit says if it is tried first (those with the fewest tokens are), and a few more at worst.
 With a limit of 1 nothing is tried again, and all that were running fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 PROBATION_TOKENS = 2
@@ -22,18 +24,31 @@ PROBATION_GROWTH = 4
 FORGIVEN_AFTER_TOKENS = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Record:
     """What is held against one request."""
 
     num_deaths: int = 0
+    """Deaths of engines; 0: nothing is held against it."""
     probation_tokens: int = 0
     tokens_since_death: int = 0
+    was_spared: bool = False
+    """Whether the last death would have been one too many."""
 
     @property
     def is_suspect(self) -> bool:
         """Whether it must have no other suspect beside it."""
         return self.tokens_since_death < self.probation_tokens
+
+    @property
+    def needs_solitude(self) -> bool:
+        """Whether it must have none beside it that anything is held against."""
+        return self.was_spared and self.is_suspect
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool]:
+        """What decides beside whom it may run: where one of a kind may not, no other of it may."""
+        return self.num_deaths > 0, self.is_suspect, self.needs_solitude
 
     def note_tokens(self, num_tokens: int) -> None:
         """Count tokens that it has made."""
@@ -41,15 +56,29 @@ class Record:
             self.tokens_since_death += num_tokens
             if self.tokens_since_death >= max(FORGIVEN_AFTER_TOKENS, self.probation_tokens):
                 self.num_deaths = self.probation_tokens = self.tokens_since_death = 0
+                self.was_spared = False
+
+
+def may_join(record: Record, aboard: Iterable[Record]) -> bool:
+    """Return whether a request may run in an engine beside those that do."""
+    if not record.num_deaths:
+        return True
+    held = [other for other in aboard if other.num_deaths]
+    if record.needs_solitude or any(other.needs_solitude for other in held):
+        return not held
+    return not record.is_suspect or not any(other.is_suspect for other in held)
 
 
 def blame(running: Sequence[Record], *, max_deaths: int) -> None:
     """Count the death of an engine against those that may have caused it."""
     blamed = [record for record in running if record.is_suspect] or running
+    is_proven = len(blamed) == 1 and not any(r.num_deaths for r in running if r is not blamed[0])
+    for record in running:
+        record.tokens_since_death = min(record.tokens_since_death, record.probation_tokens)
     for record in blamed:
         record.num_deaths += 1
-        if record.num_deaths >= max_deaths > 1 and len(blamed) > 1:
+        if record.num_deaths >= max_deaths > 1 and not is_proven:
             record.num_deaths = max_deaths - 1
-        grown = record.probation_tokens * PROBATION_GROWTH
-        record.probation_tokens = max(PROBATION_TOKENS, grown)
+            record.was_spared = True
+        record.probation_tokens = max(PROBATION_TOKENS, record.probation_tokens * PROBATION_GROWTH)
         record.tokens_since_death = 0

@@ -2,6 +2,7 @@
 
 from ..protocol.frames import RequestId
 from .prefix import PrefixIndex
+from .quarantine import may_join
 from .request import Request
 from .router import WorkerLoad
 from .states import WorkerState
@@ -25,18 +26,15 @@ class Seat:
         return len(self.requests) - min(len(self._paused), self._max_paused)
 
     @property
-    def has_suspect(self) -> bool:
-        """Whether one of its requests must have no other suspect beside it."""
-        return any(
-            request.record.is_suspect and request.rid not in self._paused
-            for request in self.requests.values()
-        )
+    def running(self) -> list[Request]:
+        """Its requests, but for those that are paused: an engine does nothing for them."""
+        return [request for request in self.requests.values() if request.rid not in self._paused]
 
     def load(self, request: Request) -> WorkerLoad:
         """Return what the router must know to place a request; suspects are kept apart."""
         is_ready = self.worker.state is WorkerState.READY
-        if request.record.is_suspect and self.has_suspect:
-            is_ready = False
+        if is_ready and request.record.num_deaths:
+            is_ready = may_join(request.record, [other.record for other in self.running])
         cached = self._prefixes.num_tokens(request.fingerprint)
         return WorkerLoad(self.worker.name, is_ready, self.num_active, self._num_tokens, cached)
 
@@ -64,10 +62,6 @@ class Seat:
             return True
         self._paused.discard(request.rid)
         return False
-
-    def is_paused(self, request: Request) -> bool:
-        """Whether a request waits for credit."""
-        return request.rid in self._paused
 
     def forget(self) -> None:
         """Note that the process has gone."""

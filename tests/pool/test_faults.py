@@ -234,7 +234,7 @@ async def test_load_failures_that_may_pass(fault: str, failure: str):
 
 
 async def test_restarts_have_a_budget():
-    """A worker that never comes up is given up; what waits fails, and nobody is told that it may get better."""
+    """A worker that never comes up is given up: what waits fails, and the state says so."""
     config = make_config(model(model="fault:crash"), max_restarts_in_a_row=2)
     async with Pool(config) as pool:
         recorder = Recorder()
