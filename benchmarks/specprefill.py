@@ -55,7 +55,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One mode, prompt length and keep rate. `speedup` and its bounds: TTFT, dense by sparse, pair by pair."""
+    """One mode, prompt length and keep rate. `speedup` and its bounds: TTFT dense by sparse, pair by pair."""
 
     mode: str
     prompt_tokens: int

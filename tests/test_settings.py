@@ -156,6 +156,20 @@ def test_mistakes_in_flags_are_named() -> None:
         read_settings({"max_in_flight": 0}, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("keep_pct", 0.0), ("keep_pct", 1.01), ("keep_pct", float("nan")), ("keep_pct", True),
+        ("keep_pct", "0.3"), ("threshold", -1), ("chunk_tokens", 0), ("chunk_tokens", 1.5),
+        ("sink_tokens", -1), ("tail_tokens", 0), ("draft_model", ""),
+    ],
+)  # fmt: skip
+def test_specprefill_keeps_to_its_bounds(name: str, value: object) -> None:
+    """Rates in (0, 1], whole lengths; the flag is named."""
+    with pytest.raises(SettingsError, match=f"^--specprefill-{name.replace('_', '-')}: [^\n]+$"):
+        read_settings({f"specprefill_{name}": value}, None)
+
+
 def test_tokens_come_from_their_file_or_the_environment(tmp_path: Path) -> None:
     """A mistake in the file is named as the flag's."""
     path = tmp_path / "token"
