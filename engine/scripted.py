@@ -17,6 +17,9 @@ and one that contains one of these otherwise:
     [[late]]    the process kills itself with SIGKILL before the ninth token that this engine makes of it
     [[leak]]    every token costs 4 MiB that are never given back
 
+A prompt that contains `[[clock]]` is answered with the times at which its tokens were made, by
+`time.monotonic()`, in seconds, each after a space.
+
 A configuration whose `model` is one of these misbehaves while loading:
 
     fault:permanent        the load fails and will never succeed
@@ -53,6 +56,7 @@ from .interface import EngineLoadError, OnLoading
 
 CONTEXT_TOKENS = 1 << 20
 FAULTS = ("[[crash]]", "[[hang]]", "[[raise]]", "[[print]]", "[[late]]", "[[leak]]")
+CLOCK = "[[clock]]"
 FAULT_TOKEN = 2
 """Index of the token that most faults strike at."""
 LATE_TOKENS = 8
@@ -90,6 +94,7 @@ class _Request:
     message: Submit
     prefix: str
     fault: str | None
+    is_clock: bool
     num_prompt_tokens: int
     max_tokens: int
     submitted_s: float
@@ -211,6 +216,7 @@ class ScriptedEngine:
             message=message,
             prefix=token_prefix(prompt, seed),
             fault=next((fault for fault in FAULTS if fault in prompt), None),
+            is_clock=CLOCK in prompt,
             num_prompt_tokens=max(1, len(prompt.split())),
             max_tokens=max_tokens,
             submitted_s=now_s,
@@ -316,7 +322,8 @@ class ScriptedEngine:
                 request.first_token_s = time.monotonic()
             if request.fault:
                 self._strike(request.fault, index, index - len(request.message.generated))
-            events.append(Delta(request.message.rid, f"{request.prefix}{index}", 1, tokens=[index]))
+            text = f" {time.monotonic():.6f}" if request.is_clock else f"{request.prefix}{index}"
+            events.append(Delta(request.message.rid, text, 1, tokens=[index]))
             request.num_tokens = index + 1
             if index + 1 == request.max_tokens:
                 events.append(self._end(request, "completed"))
