@@ -59,6 +59,7 @@ def test_every_setting_reaches_its_layer() -> None:
         "specprefill_keep_system_prompt": True,
         "scripted_token_delay_ms": 1.0, "scripted_prefill_tokens_per_s": 2.0, "scripted_load_s": 3.0,
         "tls_cert": "c", "tls_key": "k", "unix": "/u", "tcp": False,
+        "memory_limit": "1.5G", "hang_timeout": 11.0, "load_timeout": 12.0, "max_engine_deaths": 13,
         "detach_timeout": 21.0, "replay_time": 22.0,
         "max_connections": 23, "max_connections_per_address": 24, "max_in_flight_per_connection": 25,
         "max_frame_bytes": 2600, "max_bad_frames": 27, "handshake_timeout": 28.0, "stall_timeout": 29.0,
@@ -69,6 +70,8 @@ def test_every_setting_reaches_its_layer() -> None:
     assert [(spec.name, spec.workers) for spec in pool.models] == [("org/a", 2), ("org/b", 2)]
     assert (pool.max_in_flight, pool.max_queue) == (3, 4)
     assert (pool.default_max_tokens, pool.default_temperature, pool.preload_blas) == (5, 0.6, "off")
+    assert (pool.memory_limit_bytes, pool.max_engine_deaths_per_request) == (3 << 29, 13)
+    assert (pool.hang_timeout_s, pool.load_timeout_s) == (11.0, 12.0)
     assert (gateway.listen.host, gateway.listen.port) == ("localhost", 0)
     assert (gateway.access.allowed_origins, gateway.access.allowed_hosts) == (("o",), ("h",))
     assert (gateway.access.tokens, gateway.deadlines.drain_timeout_s) == (TOKENS, 7.0)
@@ -123,8 +126,18 @@ def test_a_missing_folder_is_no_hub_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "num_bytes"), [("700", 700), ("2k", 2048), ("3 MiB", 3 << 20), ("0.5gb", 1 << 29), (9, 9)]
+)
+def test_numbers_of_bytes_may_have_units(text: str | int, num_bytes: int) -> None:
+    """As people write them, powers of two; a file may have a plain number."""
+    assert read_settings({"memory_limit": text}, None).memory_limit == num_bytes
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('memory-limit = "much"', "memory-limit in"),
+        ("memory-limit = 0", "memory-limit in"),
         ("max-inflight = 4", "max-inflight in"),
         ("port = true", "port in"),
         ('port = "1"', "port in"),

@@ -81,6 +81,36 @@ def serve(
             rich_help_panel=_SERVING,
         ),
     ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Replace an engine that has more memory than this, such as 12G; its streams go on. "
+            "Default: no limit.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    hang_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without a step after which an engine is replaced. Default: 30.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    load_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without progress after which loading is begun again. Default: 600.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
+    max_engine_deaths: Annotated[
+        int | None,
+        typer.Option(
+            help="A request fails when so many engines died under it; 1: no stream is carried over. "
+            "Default: 2.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
     dequantize: Annotated[
         bool | None,
         typer.Option(

@@ -4,9 +4,11 @@ The file has the flags' names without their dashes in front: ``max-in-flight = 4
 configuration is built from it here, once.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -41,6 +43,22 @@ def _as_list(value: Any) -> Any:
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)]
 
 
+_UNITS = MappingProxyType({"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40})
+
+
+def _as_bytes(value: Any) -> Any:
+    """Read `12G` as a number of bytes."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("write a number of bytes, such as 12G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+NumBytes = Annotated[int, Field(gt=0), BeforeValidator(_as_bytes)]
+
+
 class ServeSettings(BaseModel):
     """Every setting of `headrace serve`. Fields are the flags, with underscores."""
 
@@ -56,6 +74,10 @@ class ServeSettings(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     engine: Literal["mlx", "scripted"] = "mlx"
     drain_timeout: Annotated[float, Field(ge=0)] = 30.0
+    memory_limit: NumBytes | None = None
+    hang_timeout: Annotated[float, Field(gt=0)] = 30.0
+    load_timeout: Annotated[float, Field(gt=0)] = 600.0
+    max_engine_deaths: Annotated[int, Field(ge=1)] = 2
     dequantize: bool = True
     blas: Annotated[str, Field(min_length=1)] = "auto"
     allow_origin: Names = Field(default_factory=list)
@@ -150,6 +172,10 @@ def pool_config(settings: ServeSettings) -> PoolConfig:
         default_max_tokens=settings.max_tokens,
         default_temperature=settings.temperature,
         preload_blas=settings.blas,
+        memory_limit_bytes=settings.memory_limit,
+        hang_timeout_s=settings.hang_timeout,
+        load_timeout_s=settings.load_timeout,
+        max_engine_deaths_per_request=settings.max_engine_deaths,
         # The gateway has seen to every request by now, and promises to be gone within a second.
         shutdown_cancel_s=0.1,
         stop_timeout_s=0.2,
