@@ -5,6 +5,7 @@ a chunk between two decode steps (`prefill`); tokens come from mlx-lm's `BatchGe
 with its cache complete and one token left to read.
 """
 
+import logging
 import time
 from collections import deque
 from typing import Any, cast
@@ -13,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..protocol.errors import RequestError
+from ..protocol.errors import ErrorCode, HeadraceError, ServerError
 from ..protocol.frames import FinishReason, RequestId, TokenLogprob, TopLogprob
 from ..protocol.messages import CancelReason, End, EngineInfo, EngineStats, Event, Loading, Submit
 from ..protocol.stream import cancelled_error, end_without_engine
@@ -27,6 +28,8 @@ from .prompt_cache import PromptCache
 from .request import Request
 from .specprefill.policy import SpecPrefill
 from .text import Piece
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 64
 
@@ -127,7 +130,7 @@ class MlxEngine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._waiting or self._prefills.requests or self._decoding)
+        return bool(self._waiting or self._prefills.requests or self._decoding or self._cancels)
 
     @property
     def stats(self) -> EngineStats:
@@ -211,14 +214,14 @@ class MlxEngine:
             num_read = request.num_cached + request.prefill.processed
             self._store(request, request.tokens[:num_read], request.prefill.cache)
 
-    def _end_unadmitted(self, message: Submit, arrived_s: float, why: CancelReason | RequestError) -> End:
+    def _end_unadmitted(self, message: Submit, arrived_s: float, why: CancelReason | HeadraceError) -> End:
         """Return the end of a request that was cancelled in line, or cannot be served at all."""
         return end_without_engine(
             message.rid,
             message.options,
-            status="failed" if isinstance(why, RequestError) else "cancelled",
-            reason=why.code.value if isinstance(why, RequestError) else why,
-            error=why.body() if isinstance(why, RequestError) else cancelled_error(why),
+            status="failed" if isinstance(why, HeadraceError) else "cancelled",
+            reason=why.code.value if isinstance(why, HeadraceError) else why,
+            error=why.body() if isinstance(why, HeadraceError) else cancelled_error(why),
             queue_ms=message.queue_ms + (time.monotonic() - arrived_s) * 1e3,
         )
 
@@ -233,8 +236,12 @@ class MlxEngine:
             message, arrived_s = self._waiting.popleft()
             try:
                 request = self._admission.prepare(message, arrived_s)
-            except RequestError as error:
+            except HeadraceError as error:
                 events.append(self._end_unadmitted(message, arrived_s, error))
+                continue
+            except Exception:
+                logger.exception("%s could not be admitted", message.rid)
+                events.append(self._end_unadmitted(message, arrived_s, _fault()))
                 continue
             if (finish := self._already_finished(request)) is not None:
                 self._finish(request, Piece(), [], 0, finish, events)
@@ -293,32 +300,41 @@ class MlxEngine:
             if prompt.end_of_prompt and (request := self._decoding.get(prompt.uid)) is not None:
                 request.phase_ms.setdefault("prefill", (now - request.phase_began_s) * 1e3)
         for response in responses:
-            request = self._decoding.get(response.uid)
-            if request is None:
+            if (request := self._decoding.get(response.uid)) is None:
                 continue
             if request.first_token_s is None:
                 request.first_token_s = now
-            request.generated.append(response.token)
             self._completion_tokens_total += 1
-            is_end_token = response.finish_reason == "stop"
-            piece = Piece() if is_end_token else request.answer.push(response.token)
-            logprobs = self._logprobs(request, response)
-            finish: FinishReason | None = response.finish_reason
-            if finish is not None:
-                del self._decoding[request.uid]
-                self._store(request, response.all_tokens, response.prompt_cache)
-            elif request.answer.stopped:
-                finish = "stop"
-                self._take_out(request)
-            if finish is not None:
-                self._finish(request, piece, logprobs, 1, finish, events)
-                continue
-            if request.credit is not None:
-                request.credit -= 1
-            pauses = request.credit is not None and request.credit <= 0
-            events += request.emit(piece, logprobs, 1, last=pauses)
-            if pauses:
-                self._pause(request)
+            try:
+                self._take_token(request, response, events)
+            except Exception:
+                logger.exception("a token of %s could not be handled", request.rid)
+                if request.uid in self._decoding:
+                    self._take_out(request)
+                events.append(request.end("failed", error=_fault().body()))
+
+    def _take_token(self, request: Request, response: Any, events: list[Event]) -> None:
+        """Make a request's next token text, and let the request go if it was the last."""
+        request.generated.append(response.token)
+        is_end_token = response.finish_reason == "stop"
+        piece = Piece() if is_end_token else request.answer.push(response.token)
+        logprobs = self._logprobs(request, response)
+        finish: FinishReason | None = response.finish_reason
+        if finish is not None:
+            del self._decoding[request.uid]
+            self._store(request, response.all_tokens, response.prompt_cache)
+        elif request.answer.stopped:
+            finish = "stop"
+            self._take_out(request)
+        if finish is not None:
+            self._finish(request, piece, logprobs, 1, finish, events)
+            return
+        if request.credit is not None:
+            request.credit -= 1
+        pauses = request.credit is not None and request.credit <= 0
+        events += request.emit(piece, logprobs, 1, last=pauses)
+        if pauses:
+            self._pause(request)
 
     def _finish(
         self,
@@ -370,3 +386,8 @@ class MlxEngine:
             for token, value in zip(ids, values, strict=True)
         ]
         return [{**chosen, "top_logprobs": top_logprobs}]
+
+
+def _fault() -> ServerError:
+    """Return the error of a request that failed for a reason of ours; the others go on."""
+    return ServerError(ErrorCode.ENGINE_ERROR, "the engine could not serve this request")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..protocol.errors import ErrorBody
 from ..protocol.frames import FinishReason, RequestId, SpecPrefillReport, Status, TokenLogprob
 from ..protocol.messages import CancelReason, Delta, End, Progress, Submit
 from ..protocol.stream import cancelled_error, specprefill_not_run
@@ -120,7 +121,12 @@ class Request:
         return []
 
     def end(
-        self, status: Status, *, finish: FinishReason | None = None, reason: CancelReason | None = None
+        self,
+        status: Status,
+        *,
+        finish: FinishReason | None = None,
+        reason: CancelReason | None = None,
+        error: ErrorBody | None = None,
     ) -> End:
         """Return the request's end. `completion_tokens` counts what deltas have carried, and nothing else."""
         num_prompt = len(self.prompt.tokens)
@@ -135,8 +141,8 @@ class Request:
             rid=self.rid,
             status=status,
             finish_reason=finish,
-            reason=reason,
-            error=None if reason is None else cancelled_error(reason),
+            reason=reason if error is None else error["code"],
+            error=error or (None if reason is None else cancelled_error(reason)),
             usage={
                 "prompt_tokens": num_prompt,
                 "cached_tokens": self.num_cached,

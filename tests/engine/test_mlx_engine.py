@@ -244,6 +244,28 @@ def test_what_only_the_model_can_refuse_is_refused_by_name(new_engine):
     assert end(events, "fine").status == "completed"
 
 
+@pytest.mark.parametrize("where", ["admission", "token"])
+def test_a_fault_of_one_request_is_no_fault_of_the_others(new_engine, monkeypatch, where):
+    """It ends with an error that tells nothing of our insides; the engine lives."""
+    engine = new_engine()
+    submit(engine, "other", "hello", max_tokens=30)
+    events = run(engine, until=lambda ev: text(ev, "other") != "")
+    if where == "admission":
+        monkeypatch.setattr(engine._admission, "prepare", lambda *args: 1 / 0)
+    submit(engine, "bad", "hi", max_tokens=30)
+    events += engine.step()
+    monkeypatch.undo()
+    if where == "token":
+        [request] = [r for r in (*engine._decoding.values(), *engine._prefills.requests) if r.rid == "bad"]
+        request.answer.push = lambda token: 1 / 0
+    run(engine, events)
+    last = end(events, "bad")
+    assert (last.status, last.error["code"]) == ("failed", "engine_error")
+    assert "zero" not in last.error["message"]
+    assert end(events, "other").status == "completed"
+    assert idle(engine)
+
+
 # --- cancelling ---
 
 
@@ -472,6 +494,7 @@ def test_a_paused_stream_can_be_cancelled(new_engine):
     submit(engine, "a", "hello", credit=2)
     events = run(engine)
     engine.cancel(RequestId("a"), "client")
+    assert engine.busy, "or nobody would call step"
     assert end(events + engine.step(), "a").status == "cancelled"
     assert idle(engine)
 
