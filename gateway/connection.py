@@ -24,7 +24,9 @@ from ..protocol.messages import CancelReason, End, Event
 from ..protocol.session import Session, SessionLimits, SessionState
 from ..protocol.stream import Stream
 from .config import GatewayConfig
+from .metrics import Metrics
 from .outbox import Outbox
+from .request_watch import RequestWatch
 from .resumables import Resumable, ResumableStreams
 from .sockets import GatewaySocket
 from .tenants import Tenant
@@ -43,6 +45,7 @@ class Connection:
         key: tells it from other connections, for a pool that is fair between them.
         tenant: whose prompts the connection's requests may share a cache with.
         resumables: where streams are kept that outlive the connection.
+        metrics: where what happens here is counted.
     """
 
     def __init__(
@@ -55,12 +58,14 @@ class Connection:
         key: str,
         tenant: Tenant,
         resumables: ResumableStreams,
+        metrics: Metrics,
     ) -> None:
         self._socket = socket
         self._pool = pool
         self._key = key
         self._tenant = tenant
         self._resumables = resumables
+        self._metrics = metrics
         self._deadlines = config.deadlines
         limits = config.limits
         self._send_buffer_bytes = limits.socket_send_buffer_bytes
@@ -68,6 +73,7 @@ class Connection:
             hello,
             SessionLimits(limits.max_in_flight_per_connection, limits.max_bad_frames),
             pool.list_models,
+            on_refusal=metrics.count_refused,
         )
         self._outbox = Outbox(
             socket,
@@ -75,6 +81,7 @@ class Connection:
             max_buffered_bytes=limits.max_buffered_bytes,
             on_overflow=self._drop_slow_consumer,
             on_closing=self._stop_serving,
+            on_written=metrics.count_written,
         )
         self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Task[None] | None = None
@@ -166,8 +173,15 @@ class Connection:
         if frame.options.detach:
             resumable = self._resumables.reserve(self, self._tenant)
         try:
-            sink = self._take if resumable is None else resumable.take
-            ticket = self._pool.start(frame, sink, tenant=self._tenant.name, client=self._key)
+            watch = RequestWatch(
+                self._metrics,
+                frame,
+                self._take if resumable is None else resumable.take,
+                connection=self._key,
+                tenant=self._tenant.name,
+            )
+            ticket = self._pool.start(frame, watch.take, tenant=self._tenant.name, client=self._key)
+            watch.begin(ticket)
         except BaseException:
             if resumable is not None:
                 self._resumables.forget(resumable)

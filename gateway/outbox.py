@@ -26,8 +26,9 @@ class Outbox:
         max_buffered_bytes: what may wait, in the session and in the transport together.
         on_overflow: called when more waits.
         on_closing: called when there is something to write and the closing handshake has begun.
+        on_written: called with the frames of each write.
 
-    Both are called again and again, until nothing waits in the session any more.
+    The first two are called again and again, until nothing waits in the session any more.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class Outbox:
         max_buffered_bytes: int,
         on_overflow: Callable[[], None],
         on_closing: Callable[[], None],
+        on_written: Callable[[list[bytes]], None],
     ) -> None:
         self._socket = socket
         self._session = session
         self._max_buffered_bytes = max_buffered_bytes
         self._on_overflow = on_overflow
         self._on_closing = on_closing
+        self._on_written = on_written
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._emptied = asyncio.Event()
@@ -73,6 +76,7 @@ class Outbox:
         socket, session = self._socket, self._session
         while socket.is_open and socket.is_writable and (frames := self._next_batch()):
             socket.write_frames(frames)
+            self._on_written(frames)
         if not session.has_outgoing:
             self._emptied.set()
         elif not socket.is_open:

@@ -27,8 +27,11 @@ from .access import ANYONE, AccessRules
 from .config import GatewayConfig
 from .connection import Connection
 from .doors import Doors
-from .http import PAGES, STREAM_PATH, Facts, error_response, json_response
+from .http import PAGES, STREAM_PATH, Facts, error_response
 from .listeners import bind_unix, file_identity, remove_unix, tls_context
+from .metrics import Metrics
+from .page_files import page_files
+from .pool_metrics import PoolCollector
 from .resumables import ResumableStreams, ResumeStatistics
 from .sockets import GatewaySocket
 from .tenants import Tenant
@@ -73,6 +76,8 @@ class Gateway:
         self._listeners: list[Server] = []
         self._unix_identity: tuple[int, int] | None = None
         self._is_draining = False
+        self._pages = {**PAGES, **page_files()}
+        self._metrics = Metrics([PoolCollector(pool.statistics, self._gauges)])
 
     # --- starting and stopping ---
 
@@ -217,43 +222,56 @@ class Gateway:
     def _answer_http(self, socket: ServerConnection, request: Request) -> Response | None:
         """Return the response to a request that is no WebSocket of ours; None lets it in."""
         if cast(GatewaySocket, socket).is_refused:
-            return error_response(
+            return self._refuse(
                 HTTPStatus.SERVICE_UNAVAILABLE, "too_many_connections", "too many connections are open"
             )
         if not self._access.allows_host(request.headers):
-            return error_response(HTTPStatus.FORBIDDEN, "forbidden_host", "this Host is not allowed here")
+            return self._refuse(HTTPStatus.FORBIDDEN, "forbidden_host", "this Host is not allowed here")
         if not self._access.allows_origin(request.headers):
-            return error_response(HTTPStatus.FORBIDDEN, "forbidden_origin", "this Origin is not allowed here")
+            return self._refuse(HTTPStatus.FORBIDDEN, "forbidden_origin", "this Origin is not allowed here")
         path = request.path.partition("?")[0]
         if path == STREAM_PATH:
             if self._is_draining:
-                return error_response(
+                return self._refuse(
                     HTTPStatus.SERVICE_UNAVAILABLE, ErrorCode.SHUTTING_DOWN, "the server is about to stop"
                 )
             return self._answer_full(request)
-        page = PAGES.get(path)
+        page = self._pages.get(path)
         if page is None:
-            return error_response(HTTPStatus.NOT_FOUND, "not_found", "there is nothing at this path")
+            return self._refuse(HTTPStatus.NOT_FOUND, "not_found", "there is nothing at this path")
         if request.method != "GET":
-            return error_response(
-                HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "only GET is served", {"Allow": "GET"}
+            return self._refuse(
+                HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "only GET is served", Allow="GET"
             )
         if not page.is_public and self._access.identify(request.headers) is None:
-            return error_response(
+            return self._refuse(
                 HTTPStatus.UNAUTHORIZED,
                 ErrorCode.UNAUTHORIZED,
                 "a valid token is needed",
-                {"WWW-Authenticate": "Bearer"},
+                **{"WWW-Authenticate": "Bearer"},
             )
-        facts = Facts(self._pool.ready, self._is_draining, self._pool.list_models())
-        return json_response(*page.render(facts))
+        models, metrics = self._pool.list_models(), self._metrics.text
+        return page.render(Facts(self._pool.ready, self._is_draining, models, metrics))
+
+    def _refuse(self, status: HTTPStatus, code: str, message: str, **headers: str) -> Response:
+        self._metrics.count_refused(code)
+        return error_response(status, code, message, headers)
+
+    def _gauges(self) -> dict[str, float]:
+        resumables = self._resumables.statistics()
+        return {
+            "ready": self._pool.ready and not self._is_draining,
+            "connections": len(self._connections),
+            "streams_resumable": resumables.held,
+            "streams_detached": resumables.detached,
+        }
 
     def _answer_full(self, request: Request) -> Response | None:
         """Return the response to a tenant that has all the connections it may have; None lets it in."""
         token = self._access.identify(request.headers)
         if token is None or self._tenants[token.name].may_connect:
             return None  # without a token it is turned away where a browser can see why
-        return error_response(
+        return self._refuse(
             HTTPStatus.TOO_MANY_REQUESTS, "too_many_connections", "too many connections with this token"
         )
 
@@ -273,8 +291,10 @@ class Gateway:
             key=f"c{next(self._numbers)}",
             tenant=tenant,
             resumables=self._resumables,
+            metrics=self._metrics,
         )
         self._connections.add(connection)
+        self._metrics.count_connection()
         tenant.begin_connection()
         try:
             if self._is_draining:  # since the handshake
@@ -287,6 +307,7 @@ class Gateway:
     async def _turn_away(self, socket: GatewaySocket) -> None:
         """Say why, then close: a browser learns nothing from an HTTP error before the upgrade."""
         error = RequestError(ErrorCode.UNAUTHORIZED, "a valid token is needed")
+        self._metrics.count_refused(error.code)
         frame: ErrorFrame = {"type": "error", "id": None, **error.body()}
         try:
             async with asyncio.timeout(self._config.deadlines.close_timeout_s):

@@ -69,13 +69,20 @@ class Session:
         hello: the first frame.
         limits: what the connection may do.
         list_models: returns the models as they stand now, for `models` frames.
+        on_refusal: told the code of every frame that is refused.
     """
 
     def __init__(
-        self, hello: HelloFrame, limits: SessionLimits, list_models: Callable[[], list[ModelInfo]]
+        self,
+        hello: HelloFrame,
+        limits: SessionLimits,
+        list_models: Callable[[], list[ModelInfo]],
+        *,
+        on_refusal: Callable[[ErrorCode], None] = lambda code: None,
     ) -> None:
         self._limits = limits
         self._list_models = list_models
+        self._on_refusal = on_refusal
         self._state = SessionState.OPEN
         self._ids: dict[ClientId, RequestId] = {}
         self._streams: dict[RequestId, Stream] = {}
@@ -343,4 +350,5 @@ class Session:
 
     def _send_error(self, error: HeadraceError, frame_id: str | None) -> None:
         frame: ErrorFrame = {"type": "error", "id": frame_id, **error.body()}
+        self._on_refusal(error.code)
         self._outgoing.send(frame)

@@ -4,7 +4,8 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -65,6 +66,17 @@ def make_gateway(
         access=access or AccessConfig(),
     )
     return Gateway(pool, config, server_version="0", max_queue=64, max_tokens=512)
+
+
+@asynccontextmanager
+async def running_gateway(pool: Pool, access: AccessConfig | None = None) -> AsyncIterator[Gateway]:
+    """A gateway whose end leaves the pool as it is: a graceful stop would drain it for good."""
+    gateway = make_gateway(pool, access=access)
+    await gateway.start()
+    try:
+        yield gateway
+    finally:
+        gateway.abort()
 
 
 async def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

@@ -42,7 +42,7 @@ async def test_http_pages(gateway: Gateway) -> None:
         ("fast", "ready"),
         ("slow", "ready"),
     ]
-    for path in ("/", "/v1", "/v1/stream/", "/%2e%2e"):
+    for path in ("/page", "/v1", "/v1/stream/", "/%2e%2e"):
         status, body = await get(gateway, path)
         assert (status, body["error"]["code"]) == (404, "not_found")
     status, body = await get(gateway, "/healthz", "POST")
