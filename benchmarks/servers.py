@@ -44,6 +44,24 @@ def running(
             process.wait()
 
 
+@contextmanager
+def running_socket(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server until somebody listens on its port, and stop it at the end."""
+    process = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:

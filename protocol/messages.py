@@ -224,6 +224,22 @@ Report = Loading | Ready | LoadFailed | Step
 # --- bytes --------------------------------------------------------------------------------------------------
 
 _EVENTS: dict[str, Any] = {kind.TAG: kind for kind in (Progress, Delta, End)}
+_PLAIN = "+"
+"""Tag of a delta that has nothing but text and tokens: nearly all of what goes up, so it is kept small."""
+
+
+def _pack(event: Event) -> list[Any]:
+    if isinstance(event, Delta) and not (event.reasoning or event.tool_calls or event.logprobs):
+        return [_PLAIN, event.rid, event.text, event.n, event.tokens]
+    return [event.TAG, event]
+
+
+def _unpack(packed: list[Any]) -> Event:
+    if packed[0] == _PLAIN:
+        _, rid, text, n, tokens = packed
+        return Delta(rid, text, n, "", [], [], tokens)
+    event: Event = _EVENTS[packed[0]](**packed[1])
+    return event
 
 
 def encode_command(command: Command) -> bytes:
@@ -279,7 +295,7 @@ def decode_command(data: bytes) -> Command:
 def encode_report(report: Report) -> bytes:
     """Return a report as bytes for the pipe."""
     if isinstance(report, Step):
-        events = [[event.TAG, event] for event in report.events]
+        events = [_pack(event) for event in report.events]
         return orjson.dumps([Step.TAG, {"events": events, "stats": report.stats, "at": report.monotonic_s}])
     return orjson.dumps([report.TAG, report])
 
@@ -289,7 +305,7 @@ def decode_report(data: bytes) -> Report:
     tag, fields = orjson.loads(data)
     match tag:
         case Step.TAG:
-            events = [_EVENTS[kind](**event) for kind, event in fields["events"]]
+            events = [_unpack(packed) for packed in fields["events"]]
             return Step(events, EngineStats(**fields["stats"]), fields["at"])
         case Loading.TAG:
             return Loading(**fields)
