@@ -25,7 +25,10 @@ class PoolConfig:
     max_paused: int = 64
     """Requests beyond those that an engine process may hold while their clients give no credit."""
     max_queue: int = 64
-    """Requests of one model that may wait for an engine process, those not counted whose engine was lost."""
+    """Requests of one model that may wait for an engine process, those not counted whose engine was lost.
+
+    A client that has none waiting may still wait with one, up to twice as many in all.
+    """
     default_max_tokens: int = 512
     default_temperature: float = 0.0
     progress_interval_s: float = 0.5

@@ -135,7 +135,9 @@ class WorkerGroup:
         """
         if self.is_failed:
             raise model_failed(self._spec.name)
-        if self._line.num_fresh >= self._config.max_queue and not self._has_room_for_fresh():
+        # Who has nothing waiting yet finds a place though others have filled the line.
+        max_queue = self._config.max_queue * (1 if self._line.num_of(request.client_key) else 2)
+        if self._line.num_fresh >= max_queue and not self._has_room_for_fresh():
             raise BusyError(
                 ErrorCode.QUEUE_FULL,
                 f"{self._line.num_fresh} requests wait for {self._spec.name!r}, and no more may",
@@ -320,6 +322,11 @@ class WorkerGroup:
     def on_loading(self, worker: Supervisor) -> None:
         """Note that a worker's loading has advanced."""
         self._on_change(worker.status)
+
+    def may_replace(self, worker: Supervisor) -> bool:
+        """Tell whether all others are there: workers that share a limit reach it at about the same time."""
+        others = (seat.worker.state for seat in self._seats.values() if seat.worker is not worker)
+        return all(state in (WorkerState.READY, WorkerState.FAILED) for state in others)
 
     # --- when an engine process has gone ---
 

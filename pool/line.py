@@ -49,6 +49,10 @@ class Line:
         """The one of the others whose turn it is."""
         return next(iter(self._clients.values()))[0] if self._clients else None
 
+    def num_of(self, client_key: tuple[str, str]) -> int:
+        """Return how many of the others a client has."""
+        return len(self._clients.get(client_key, ()))
+
     def push(self, request: Request) -> int:
         """Take a request at the end of its client's line; return how many are served before it."""
         if request.is_recovering:

@@ -73,7 +73,12 @@ class EngineProcess:
         report_read, report_write = context.Pipe(duplex=False)
         process = context.Process(
             target=worker.main,
-            args=(command_read, report_write, self._engine_config),
+            args=(
+                command_read,
+                report_write,
+                self._engine_config,
+                min(worker.SIGN_OF_LIFE_S, self._config.hang_timeout_s / 4),
+            ),
             name=self._name,
             daemon=True,
         )

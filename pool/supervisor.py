@@ -32,6 +32,8 @@ from .states import TRANSITIONS, WorkerEvent, WorkerState, WorkerStatus
 from .watchdog import Watchdog
 
 MAX_WATCH_INTERVAL_S = 1.0
+MAX_OVERSHOOT = 1.25
+"""A process with so many times its memory limit is replaced also when the others can't do without it."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +49,9 @@ class Listener(Protocol):
 
     def on_loading(self, worker: "Supervisor") -> None:
         """Note that a worker's loading has advanced."""
+
+    def may_replace(self, worker: "Supervisor") -> bool:
+        """Tell whether the others can do without a worker for a while."""
 
 
 def backoff_s(num_failures: int, config: PoolConfig) -> float:
@@ -179,6 +184,7 @@ class Supervisor:
         """Stop a process that is draining now: its requests have ended, or had their time."""
         if self._state is WorkerState.DRAINING and self._process is not None and self._stopping is None:
             self._was_replaced = True
+            self._cancel_timer("watch")  # A process that stops gives no sign of life.
             self._stopping = asyncio.create_task(self._process.stop(), name=f"stop {self.name}")
 
     async def stop(self) -> None:
@@ -190,6 +196,8 @@ class Supervisor:
     def kill(self) -> None:
         """Kill the process now, if a `stop` has not ended it. It is not started again."""
         self._give_up()
+        if self._stopping is not None:
+            self._stopping.cancel()
         if self._process is not None:
             self._process.kill()
 
@@ -210,10 +218,12 @@ class Supervisor:
             doing = "hangs" if self._state.has_requests else "does not get on with loading"
             silent_s = self._watchdog.silent_s(now_s)
             self.give_up_process(f"{doing}: no sign of life for {silent_s:.0f} s")
-        elif self._is_over_limit(self.memory_bytes):
+        elif self._is_over_limit(self.memory_bytes) and (
+            self._is_over_limit(self.memory_bytes / MAX_OVERSHOOT) or self._listener.may_replace(self)
+        ):
             self.replace(f"has {self.memory_bytes >> 20} MiB, more than its limit")
 
-    def _is_over_limit(self, memory_bytes: int) -> bool:
+    def _is_over_limit(self, memory_bytes: float) -> bool:
         limit = self._config.memory_limit_bytes
         return limit is not None and memory_bytes > limit
 
@@ -230,14 +240,16 @@ class Supervisor:
         return True
 
     def _set_timer(self, name: str, delay_s: float, callback: Callable[[], None]) -> None:
-        if (timer := self._timers.pop(name, None)) is not None:
-            timer.cancel()
+        self._cancel_timer(name)
         self._timers[name] = asyncio.get_running_loop().call_later(delay_s, callback)
 
-    def _clear_timers(self) -> None:
-        for timer in self._timers.values():
+    def _cancel_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
-        self._timers.clear()
+
+    def _clear_timers(self) -> None:
+        for name in list(self._timers):
+            self._cancel_timer(name)
 
     def _apply(self, event: WorkerEvent) -> None:
         previous = self._state

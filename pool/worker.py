@@ -47,13 +47,16 @@ STOP_GRACE_S = 0.5
 LOADING_INTERVAL_S = 0.1
 """How often a stage of loading is reported."""
 SIGN_OF_LIFE_S = 1.0
-"""How often an engine without events is reported, busy or idle: the watchdog takes it for a sign of life."""
+"""How often an engine without events is reported, busy or idle, unless the pool wants it more often."""
 
 Commands = queue.SimpleQueue[Command]
 
 
 def main(
-    read_end: "Connection[bytes, bytes]", write_end: "Connection[bytes, bytes]", engine_config: Any
+    read_end: "Connection[bytes, bytes]",
+    write_end: "Connection[bytes, bytes]",
+    engine_config: Any,
+    sign_of_life_s: float = SIGN_OF_LIFE_S,
 ) -> NoReturn:
     """Run an engine until told to stop. Never returns: the process exits.
 
@@ -61,6 +64,7 @@ def main(
         read_end: commands.
         write_end: reports.
         engine_config: an `EngineConfig`.
+        sign_of_life_s: how often the engine's thread must be heard of, whatever it does.
     """
     _set_up_process()
     from ..engine.interface import EngineLoadError
@@ -75,7 +79,7 @@ def main(
     try:
         engine = _load(engine_config, write_end)
         _send(write_end, Ready(engine.info))
-        _serve(engine, commands, write_end)
+        _serve(engine, commands, write_end, sign_of_life_s)
         exit_code = 0
     except EngineLoadError as error:
         _send_last(write_end, LoadFailed(str(error), error.permanent))
@@ -167,7 +171,9 @@ class _LoadReporter:
         _send(self._write_end, loading)
 
 
-def _serve(engine: "Engine", commands: Commands, write_end: "Connection[bytes, bytes]") -> None:
+def _serve(
+    engine: "Engine", commands: Commands, write_end: "Connection[bytes, bytes]", sign_of_life_s: float
+) -> None:
     """Take commands, step, report; wait for commands when there is nothing to do.
 
     Every report carries the time of this thread, and none is sent by another: what the watchdog hears of is
@@ -176,7 +182,7 @@ def _serve(engine: "Engine", commands: Commands, write_end: "Connection[bytes, b
     sent_stats: EngineStats | None = None
     sent_at_s = 0.0
     while True:
-        num_taken = _take_commands(engine, commands)
+        num_taken = _take_commands(engine, commands, sign_of_life_s)
         if num_taken is None:
             engine.close()
             return
@@ -184,20 +190,20 @@ def _serve(engine: "Engine", commands: Commands, write_end: "Connection[bytes, b
         stats = engine.stats
         now_s = time.monotonic()
         is_news = stats != sent_stats and not engine.busy
-        if events or is_news or now_s >= sent_at_s + SIGN_OF_LIFE_S:
+        if events or is_news or now_s >= sent_at_s + sign_of_life_s:
             _send(write_end, Step(events, stats, now_s))
             sent_stats, sent_at_s = stats, now_s
 
 
-def _take_commands(engine: "Engine", commands: Commands) -> int | None:
-    """Give the engine all commands that have come; wait a while for one if it is idle.
+def _take_commands(engine: "Engine", commands: Commands, timeout_s: float) -> int | None:
+    """Give the engine all commands that have come; wait so long for one if it is idle.
 
     Returns:
         How many there were; None: it is to stop.
     """
     num_taken = 0
     try:
-        command = commands.get(block=not engine.busy, timeout=SIGN_OF_LIFE_S)
+        command = commands.get(block=not engine.busy, timeout=timeout_s)
         while True:
             match command:
                 case Submit():

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from pool_helpers import (
 )
 
 from headrace.pool import Pool, WorkerState
+from headrace.protocol.errors import HeadraceError
 
 QUICK = {"hang_timeout_s": 0.5}
 
@@ -273,6 +275,34 @@ async def test_a_process_over_its_memory_limit_is_replaced():
         assert_idle(pool)
 
 
+async def test_a_memory_limit_that_cannot_be_kept():
+    """A process that is over its limit as soon as it is ready is given up in the end, by name."""
+    config = make_config(memory_limit_bytes=1 << 20, max_restarts_in_a_row=1, hang_timeout_s=0.5)
+    async with Pool(config) as pool:
+        await eventually(lambda: pool.list_models()[0]["state"] == "failed")
+        failure = pool.statistics().workers[0].status.last_failure or ""
+        assert "more than its limit" in failure
+        assert "given up" in failure
+
+
+async def test_a_process_that_cannot_be_killed_is_left(monkeypatch):
+    """Its streams go on in another one after the deadline."""
+    config = make_config(model(scripted_token_delay_ms=1), **QUICK, kill_timeout_s=0.2)
+    async with Pool(config) as pool:
+        await all_ready(pool)
+        recorder, pid = Recorder(), pids(pool)[0] or 0
+        pool.start(frame(max_tokens=100), recorder)
+        await recorder.tokens(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(SpawnProcess, "kill", lambda process: None)
+            os.kill(pid, signal.SIGSTOP)
+            assert (await recorder.end()).status == "completed"
+        assert recorder.text == answer(100)
+        assert is_running(pid)
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not is_running(pid))
+
+
 # --- credit -------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +402,21 @@ async def test_clients_take_turns():
         assert sum(bool(recorder.ends) for recorder in greedy) <= 3
         for recorder in greedy:
             assert (await recorder.end()).status == "completed"
+
+
+async def test_a_full_queue_has_a_place_for_who_has_none_waiting():
+    """One client that fills the queue is refused; another is not."""
+    async with Pool(make_config(model(scripted_token_delay_ms=1), max_in_flight=1, max_queue=2)) as pool:
+        await pool.wait_ready(LIMIT_S)
+        for _ in range(3):
+            pool.start(frame(max_tokens=LONG), Recorder(), client="greedy")
+        with pytest.raises(HeadraceError):
+            pool.start(frame(), Recorder(), client="greedy")
+        for name in ("one", "two"):
+            pool.start(frame(), Recorder(), client=name)
+        for name in ("one", "three"):
+            with pytest.raises(HeadraceError):
+                pool.start(frame(), Recorder(), client=name)
 
 
 async def test_a_conversation_goes_back_to_its_worker():

@@ -1,11 +1,15 @@
 """Tests for pool/supervisor.py: the table and the backoff. The processes are in test_faults.py."""
 
 import pytest
-from pool_helpers import make_config
+from pool_helpers import eventually, make_config, model
 
 from headrace.pool.states import TRANSITIONS, WorkerEvent, WorkerState
 from headrace.pool.supervisor import Supervisor, backoff_s
 from headrace.protocol.errors import IllegalTransition
+from headrace.protocol.frames import SpecPrefillAbility
+from headrace.protocol.messages import EngineInfo, Ready
+
+ABILITY: SpecPrefillAbility = {"supported": False, "reason": "unsupported_model", "draft": None}
 
 
 class Nobody:
@@ -19,6 +23,9 @@ class Nobody:
 
     def on_loading(self, worker):
         pass
+
+    def may_replace(self, worker):
+        return True
 
 
 def test_every_state_can_be_stopped_and_reached():
@@ -46,3 +53,17 @@ def test_backoff_doubles_up_to_its_bound():
     """Each failure in a row waits twice as long, up to a bound, however many there are."""
     config = make_config(restart_backoff_initial_s=0.5, restart_backoff_max_s=3.0)
     assert [backoff_s(failures, config) for failures in (1, 2, 3, 4, 5, 10_000)] == [0.5, 1, 2, 3, 3, 3]
+
+
+async def test_weights_over_the_memory_limit_are_given_up_at_once():
+    """A limit that the model can't keep is said, not tried again and again."""
+    config = make_config(model(scripted_load_s=60), memory_limit_bytes=1 << 20)
+    worker = Supervisor("words/0", config.models[0], config, {}, Nobody())
+    worker.start()
+    info = EngineInfo("words", 1, 2, True, ABILITY, "cpu", "float32", 3, 2 << 20, 5.0)
+    worker._on_reports([Ready(info)])
+    assert worker.state is WorkerState.FAILED
+    assert "more than the memory limit" in (worker.status.last_failure or "")
+    await eventually(lambda: worker.status.pid is None)
+    assert worker.state is WorkerState.FAILED
+    await worker.stop()
