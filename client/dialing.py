@@ -1,5 +1,6 @@
 """How a connection is made: URLs, Unix sockets, tokens, and what a refused handshake means."""
 
+import os
 import ssl
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,8 +105,13 @@ async def dial(address: Address, *, timeout_s: float, max_message_bytes: int | N
     except OSError as error:
         where = unix or address.url
         raise ConnectError(
-            "connect_failed", f"cannot connect to {where}: {error.strerror or error}", retryable=True
+            "connect_failed", f"cannot connect to {where}: {_say(error)}", retryable=True
         ) from error
+
+
+def _say(error: OSError) -> str:
+    # asyncio puts a text of its own, with the address, in place of the system's.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
 
 
 def _refused_handshake(error: InvalidStatus, url: str) -> ConnectError:
