@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .bench import bench
 from .calibrate_command import calibrate
 from .chat import chat
 from .complete import complete
@@ -39,6 +40,7 @@ app.command()(serve)
 app.command()(chat)
 app.command()(complete)
 app.command()(models)
+app.command()(bench)
 app.command()(calibrate)
 
 
