@@ -48,13 +48,13 @@ class PoolConfig:
     """How long requests may end in a process that is to be replaced, before they go on elsewhere."""
 
     max_restarts_in_a_row: int = 8
-    """An engine process that was started so often, each time without completing a request, is given up."""
+    """An engine process that was started again so often, each time without making a token, is given up."""
     restart_backoff_initial_s: float = 0.5
     """Wait before the first restart of an engine process; doubles with every failure in a row."""
     restart_backoff_max_s: float = 30.0
     restart_reset_after_s: float = 60.0
     """An engine process that was ready for this long has no failures in a row behind it; nor has one that
-    completed a request."""
+    has made a token."""
 
     shutdown_cancel_s: float = 2.0
     """At exit: how long engines may take to end the requests that run."""

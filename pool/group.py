@@ -13,6 +13,7 @@ from ..protocol.frames import ModelInfo
 from ..protocol.messages import Cancel, CancelReason, Credit, End, Event, Progress
 from .config import ModelSpec, PoolConfig
 from .line import Line
+from .pace import Pace
 from .quarantine import blame
 from .request import Request, RequestEvent, RequestState, engine_died, model_failed
 from .router import choose_worker
@@ -20,11 +21,7 @@ from .seat import Seat
 from .states import WorkerState, WorkerStatus, model_info
 from .supervisor import Supervisor
 
-RETRY_AFTER_MIN_MS = 100
-RETRY_AFTER_MAX_MS = 60_000
-RETRY_AFTER_UNKNOWN_MS = 1000
-"""The hint before any request has ended."""
-_AVERAGE_WEIGHT = 0.2
+_LONG_READ_TOKENS = 4096
 
 
 class WorkerGroup:
@@ -53,7 +50,7 @@ class WorkerGroup:
         self._parked: list[Request] = []
         self._seats: dict[str, Seat] = {}
         self._ticker: asyncio.TimerHandle | None = None
-        self._mean_run_s: float | None = None
+        self._pace = Pace()
         self._num_recovered = 0
         self._is_closing = False
         for index in range(spec.workers):
@@ -238,15 +235,9 @@ class WorkerGroup:
         return True
 
     def _retry_after_ms(self) -> int:
-        """Guess when the line will next have room: requests end one after another, so many at a time."""
-        if not self.is_ready:
-            loads_s = [worker.info.load_s for worker in self.workers if worker.info is not None]
-            return min(max([RETRY_AFTER_UNKNOWN_MS, *(int(s * 1000) for s in loads_s)]), RETRY_AFTER_MAX_MS)
-        if self._mean_run_s is None:
-            return RETRY_AFTER_UNKNOWN_MS
+        loads_s = [worker.info.load_s for worker in self.workers if worker.info is not None]
         num_running = sum(seat.num_active for seat in self._seats.values())
-        next_end_ms = int(self._mean_run_s * 1000 / max(1, num_running))
-        return min(max(next_end_ms, RETRY_AFTER_MIN_MS), RETRY_AFTER_MAX_MS)
+        return self._pace.retry_after_ms(num_running, is_ready=self.is_ready, loads_s=loads_s)
 
     # --- progress of those that wait ---
 
@@ -337,8 +328,7 @@ class WorkerGroup:
         if not seat.worker.was_replaced:
             running = [request.record for request in seat.running]
             blame(running, max_deaths=self._config.max_engine_deaths_per_request)
-        # The newest first: suspects go on one after another, and those are the likeliest to be it.
-        for request in sorted(requests, key=lambda request: request.num_tokens):
+        for request in sorted(requests, key=_recovery_order):
             if (end := self._end_of_lost(request)) is not None:
                 self._finish_here(request, end)
                 continue
@@ -349,6 +339,7 @@ class WorkerGroup:
                 self._parked.append(request)
             else:
                 self._line.push(request)
+            request.deliver(Progress(request.rid, "recover", 0, None))
         self._start_ticker()
 
     def _end_of_lost(self, request: Request) -> End | None:
@@ -384,13 +375,16 @@ class WorkerGroup:
             case _:
                 seat = self._seat_of(request)
                 seat.remove(request)
-                self._note_run(request)
+                if request.dispatched_s is not None:
+                    self._pace.note_run(self._loop.time() - request.dispatched_s)
                 if not seat.requests:
                     seat.worker.end_drained()
         self._on_end(request, end)
 
-    def _note_run(self, request: Request) -> None:
-        if request.dispatched_s is not None:
-            run_s = self._loop.time() - request.dispatched_s
-            mean_s = run_s if self._mean_run_s is None else self._mean_run_s
-            self._mean_run_s = mean_s + _AVERAGE_WEIGHT * (run_s - mean_s)
+
+def _recovery_order(request: Request) -> tuple[int, int]:
+    """Return a sort key for requests that go on one after another: nobody waits for a long prompt.
+
+    Of prompts that take about as long, those with the fewest tokens: they are the likeliest to kill.
+    """
+    return request.num_to_read // _LONG_READ_TOKENS, request.num_tokens

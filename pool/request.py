@@ -112,7 +112,9 @@ class Request:
         self.num_passed = 0
         """How many of them have left, as its client was told."""
         self.cancel_reason: CancelReason | None = None
-        self.estimated_tokens = _estimate_tokens(frame, options)
+        self._estimated_prompt_tokens = _estimate_prompt_tokens(frame)
+        self.estimated_tokens = self._estimated_prompt_tokens + (options.max_tokens or 0)
+        """What it may cost an engine, for the router."""
         self.num_tokens = 0
         """Tokens delivered: the sum of `n` over its deltas."""
         self.prompt_tokens = 0
@@ -157,13 +159,17 @@ class Request:
         """Whether its engine waits for credit."""
         return self.window is not None and self.window.is_paused(self.num_tokens)
 
+    @property
+    def num_to_read(self) -> int:
+        """About how many tokens another engine must read before it can go on."""
+        return (self.prompt_tokens or self._estimated_prompt_tokens) + self.num_tokens
+
     def lose_engine(self) -> None:
-        """Go back to the queue, or wait for credit: the engine has gone."""
+        """Go back to the queue, or wait for credit: the engine has gone. The client has yet to be told."""
         may_go_on = self.window is None or self.window.left(self.num_tokens) > 0
         self.apply(RequestEvent.LOSE if may_go_on else RequestEvent.PARK)
         self.is_recovering = True
         self._was_recovered = self.num_tokens > 0
-        self.deliver(Progress(self.rid, "recover", 0, None))
 
     def deliver(self, event: Event, now_s: float = 0.0) -> None:
         """Hand an event to the sink, which must not raise; a broken one gets nothing more."""
@@ -273,15 +279,12 @@ def model_failed(model: str) -> ServerError:
     return ServerError(ErrorCode.ENGINE_ERROR, f"the model {model!r} could not be loaded or kept running")
 
 
-def _estimate_tokens(frame: RequestFrame, options: GenerationOptions) -> int:
+def _estimate_prompt_tokens(frame: RequestFrame) -> int:
     if isinstance(frame.input, ChatInput):
-        num_chars = sum(len(message.text) for message in frame.input.messages)
-        num_prompt = num_chars // CHARS_PER_TOKEN
-    elif isinstance(frame.input.prompt, str):
-        num_prompt = len(frame.input.prompt) // CHARS_PER_TOKEN
-    else:
-        num_prompt = len(frame.input.prompt)
-    return num_prompt + (options.max_tokens or 0)
+        return sum(len(message.text) for message in frame.input.messages) // CHARS_PER_TOKEN
+    if isinstance(frame.input.prompt, str):
+        return len(frame.input.prompt) // CHARS_PER_TOKEN
+    return len(frame.input.prompt)
 
 
 def _ms(duration_s: float) -> float:

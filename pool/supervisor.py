@@ -15,7 +15,7 @@ from typing import Protocol, assert_never
 from ..protocol.errors import IllegalTransition
 from ..protocol.messages import (
     Command,
-    End,
+    Delta,
     EngineInfo,
     EngineStats,
     Event,
@@ -83,7 +83,7 @@ class Supervisor:
         self._num_starts = 0
         self._num_failures = 0
         self._ready_since_s: float | None = None
-        self._has_completed = False
+        self._has_served = False
         self._stats = EngineStats()
         self._info: EngineInfo | None = None
         self._loading: Loading | None = None
@@ -141,7 +141,7 @@ class Supervisor:
         self._apply(WorkerEvent.START)
         self._num_starts += 1
         self._failure = None
-        self._has_completed = self._was_replaced = self._was_given_up = False
+        self._has_served = self._was_replaced = self._was_given_up = False
         self._process = EngineProcess(
             self.name,
             self._spec.engine,
@@ -274,7 +274,9 @@ class Supervisor:
                     self._last_report_s = report.monotonic_s
                     self._watchdog.note_sign(report.monotonic_s)
                     if report.events:
-                        self._note_completed(report.events)
+                        self._has_served = self._has_served or any(
+                            isinstance(event, Delta) for event in report.events
+                        )
                         self._listener.on_events(self, report.events)
                 case Loading():
                     self._on_loading(report)
@@ -300,10 +302,6 @@ class Supervisor:
         if not is_first:
             self._listener.on_loading(self)
 
-    def _note_completed(self, events: list[Event]) -> None:
-        if not self._has_completed:
-            self._has_completed = any(isinstance(e, End) and e.status == "completed" for e in events)
-
     def _on_death(self, exit_code: int | None) -> None:
         self._process = None
         self._died(self._failure or _exit_message(exit_code))
@@ -314,7 +312,7 @@ class Supervisor:
         self._stopping = None
         self._stats, self._resident_bytes = EngineStats(), 0
         since_s = self._ready_since_s
-        if self._has_completed or (
+        if self._has_served or (
             since_s is not None and time.monotonic() - since_s >= self._config.restart_reset_after_s
         ):
             self._num_failures = 0

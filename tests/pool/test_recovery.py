@@ -27,6 +27,7 @@ from pool_helpers import (
 
 from headrace.pool import Pool, WorkerState
 from headrace.protocol.errors import HeadraceError
+from headrace.protocol.messages import Progress
 
 QUICK = {"hang_timeout_s": 0.5}
 
@@ -227,6 +228,26 @@ async def test_a_cancel_that_is_not_confirmed():
         assert (await recorder.end()).status == "cancelled"
         assert (await neighbour.end()).status == "completed"
         assert neighbour.text == answer(20)
+
+
+async def test_a_receiver_may_cancel_when_it_hears_of_the_loss():
+    """From within the event; the request ends once, and its neighbours go on."""
+    async with Pool(make_config(model(scripted_token_delay_ms=1))) as pool:
+        await all_ready(pool)
+        recorder, rids = Recorder(), []
+
+        def sink(event) -> None:
+            recorder(event)
+            if isinstance(event, Progress) and event.phase == "recover":
+                pool.cancel(rids[0], "client")
+
+        rids.append(pool.start(frame(max_tokens=LONG), sink).rid)
+        neighbours = start_many(pool, 3, 100)
+        await recorder.tokens(5)
+        os.kill(pids(pool)[0] or 0, signal.SIGKILL)
+        assert (await recorder.end()).reason == "client"
+        await assert_all_whole(neighbours, 100)
+        assert_idle(pool)
 
 
 async def test_a_killed_pool_leaves_no_request_without_an_end():

@@ -8,6 +8,7 @@ from headrace.protocol.errors import IllegalTransition
 from headrace.protocol.frames import RequestFrame, RequestId
 from headrace.protocol.messages import CancelReason, Delta, Progress
 from headrace.protocol.options import CompletionInput
+from headrace.protocol.stream import end_without_engine
 
 
 def make_request(source: RequestFrame | None = None, sink: Recorder | None = None) -> Request:
@@ -71,6 +72,73 @@ def test_cancelled_ends_say_why(reason: CancelReason, code: str | None):
 def test_estimates_what_a_request_will_cost(source: RequestFrame, num_tokens: int):
     """Prompt tokens, guessed from the text where it is text, and the most that it may generate."""
     assert make_request(source).estimated_tokens == num_tokens
+
+
+def test_another_engine_goes_on_where_the_first_one_was():
+    """Tokens and credit that are left, no second echo, and what the first engine told counts."""
+    request = make_request(frame(window=5, echo=True))
+    request.apply(RequestEvent.DISPATCH)
+    request.dispatched_s = 6.0
+    assert request.submit_message(6.0).credit == 5
+    request.deliver(Progress(request.rid, "prefill", 40, 100, 30, prompt_tokens=100))
+    request.deliver(Delta(request.rid, "echo", 0), 7.0)
+    request.deliver(Delta(request.rid, "ab", 2, tokens=[7, 8]), 8.0)
+    request.lose_engine()
+    assert request.state is RequestState.QUEUED
+    again = request.submit_message(9.0)
+    assert (again.generated, again.credit, again.options.echo) == ([7, 8], 3, False)
+    request.apply(RequestEvent.DISPATCH)
+    request.deliver(Progress(request.rid, "prefill", 1, 2, 99, prompt_tokens=100))
+    request.deliver(Delta(request.rid, "c", 1, tokens=[9]), 11.0)
+    end = end_without_engine(
+        request.rid,
+        request.options,
+        status="completed",
+        reason="",
+        error=None,
+        prompt_tokens=100,
+        cached_tokens=99,
+        completion_tokens=3,
+    )
+    settled = request.settled(end, 12.0)
+    assert settled.usage == {**end.usage, "cached_tokens": 30}
+    assert settled.timings == {
+        "queue_ms": 1000,
+        "score_ms": None,
+        "prefill_ms": None,
+        "ttft_ms": 3000,
+        "decode_ms": 4000,
+        "tokens_per_s": 0.5,
+    }
+
+
+def test_an_engine_that_dies_before_the_first_token_leaves_no_trace():
+    """The next one tells the whole story."""
+    request = make_request()
+    request.apply(RequestEvent.DISPATCH)
+    request.lose_engine()
+    request.apply(RequestEvent.DISPATCH)
+    end = end_without_engine(request.rid, request.options, status="completed", reason="", error=None)
+    assert request.settled(end, 12.0) is end
+
+
+def test_without_credit_it_needs_no_engine():
+    """It waits in the pool until its client allows more."""
+    request = make_request(frame(window=2))
+    request.apply(RequestEvent.DISPATCH)
+    request.submit_message(6.0)
+    request.deliver(Delta(request.rid, "ab", 2, tokens=[7, 8]), 8.0)
+    assert request.is_paused
+    request.lose_engine()
+    assert request.state is RequestState.PARKED
+
+
+def test_without_the_ids_of_its_tokens_it_cannot_go_on():
+    """An engine that does not tell them has its requests end with it."""
+    request = make_request()
+    assert request.can_recover
+    request.deliver(Delta(request.rid, "ab", 2), 8.0)
+    assert not request.can_recover
 
 
 def test_the_submit_message_says_whose_limit_it_is():
