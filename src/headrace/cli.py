@@ -9,6 +9,7 @@ from .bench import bench
 from .calibrate_command import calibrate
 from .chat import chat
 from .complete import complete
+from .doctor import doctor
 from .models import models
 from .serve_command import serve
 
@@ -42,6 +43,7 @@ app.command()(complete)
 app.command()(models)
 app.command()(bench)
 app.command()(calibrate)
+app.command()(doctor)
 
 
 def main() -> None:
