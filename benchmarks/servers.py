@@ -111,3 +111,49 @@ def save(result: object, path: Path | None) -> None:
     """Write a result as JSON, if somebody asked for it."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+class CountingServer:
+    """A running `counting_server.py`; ``with CountingServer(token_delay_ms=1.0) as server``."""
+
+    def __init__(self, **options: object) -> None:
+        command = [sys.executable, str(Path(__file__).parent / "counting_server.py"), json.dumps(options)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.url = self._line()
+
+    def __enter__(self) -> CountingServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def counters(self) -> dict[str, int]:
+        """Return the server's counters."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        result: dict[str, int] = json.loads(self._line())
+        return result
+
+    def memory_mib(self) -> dict[str, float]:
+        """Return the resident memory of the gateway's process and of its engine processes, in MiB."""
+        listing = subprocess.run(
+            ["ps", "-o", "pid=,ppid=,rss=,args=", "-A"], capture_output=True, text=True, check=True
+        )
+        rows = [line.split(None, 3) for line in listing.stdout.splitlines()]
+        own = self.process.pid
+        gateway = sum(int(rss) for pid, _, rss, _ in rows if int(pid) == own)
+        # Python's resource tracker is a child as well.
+        children = [(int(rss), args) for _, ppid, rss, args in rows if int(ppid) == own]
+        engines = sum(rss for rss, args in children if "resource_tracker" not in args)
+        return {"gateway": round(gateway / 1024, 1), "engines": round(engines / 1024, 1)}
