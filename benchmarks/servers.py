@@ -77,12 +77,28 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
 
 
 @contextmanager
-def headrace(*flags: str) -> Iterator[str]:
-    """Run `headrace serve`; yield its WebSocket URL."""
+def headrace_process(*flags: str) -> Iterator[tuple[str, int]]:
+    """Run `headrace serve`; yield its WebSocket URL and the id of the gateway's process."""
     port = free_port()
     command = [sys.executable, "-m", "headrace", "serve", "--port", str(port), *flags]
-    with running(command, f"http://127.0.0.1:{port}/readyz"):
-        yield f"ws://127.0.0.1:{port}/v1/stream"
+    with running(command, f"http://127.0.0.1:{port}/readyz") as process:
+        yield f"ws://127.0.0.1:{port}/v1/stream", process.pid
+
+
+@contextmanager
+def headrace(*flags: str) -> Iterator[str]:
+    """Run `headrace serve`; yield its WebSocket URL."""
+    with headrace_process(*flags) as (url, _):
+        yield url
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used (Linux; elsewhere not a number)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return float("nan")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

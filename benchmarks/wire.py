@@ -9,7 +9,8 @@
    (what a gateway that merges nothing would send), and in the very frames that Headrace has sent. Rounds come
    in threes, one after the other. Headrace's side includes the engine process, the pipe, the pool and the
    building of frames; tokens that come together share a frame. So the ratio of tokens/s compares the whole
-   ways, and frames/s tell how near the wire is.
+   ways, and frames/s tell how near the wire is. The processor time a token of the gateway's process and of
+   the bare server's says the same on a machine that has other things to do.
 2. Latency at a steady rate (a token of every stream each 5 ms): from the moment when a token was made in the
    engine process, which its text tells, to the client's receive.
 """
@@ -32,7 +33,7 @@ from typing import Any
 import orjson
 from rich.console import Console
 from rich.table import Table
-from servers import free_port, headrace, machine, running_socket, save
+from servers import cpu_s, free_port, headrace, headrace_process, machine, running_socket, save
 from websockets.asyncio.client import ClientConnection, connect
 
 BARE_SERVER = Path(__file__).parent / "bare_server.py"
@@ -75,6 +76,14 @@ class Round:
         return sum(s.num_tokens for s in self.streams)
 
 
+@dataclass(frozen=True)
+class Server:
+    """Where to connect, and the process that answers."""
+
+    url: str
+    pid: int
+
+
 async def receive(socket: ClientConnection, stream: Stream) -> None:
     """Receive and read frames until `done`; keep the bytes."""
     while True:
@@ -98,11 +107,11 @@ async def receive(socket: ClientConnection, stream: Stream) -> None:
 
 
 @contextmanager
-def bare() -> Iterator[str]:
-    """Run the bare server; yield its URL."""
+def bare() -> Iterator[Server]:
+    """Run the bare server."""
     port = free_port()
-    with running_socket([sys.executable, str(BARE_SERVER), str(port)], port):
-        yield f"ws://127.0.0.1:{port}"
+    with running_socket([sys.executable, str(BARE_SERVER), str(port)], port) as process:
+        yield Server(f"ws://127.0.0.1:{port}", process.pid)
 
 
 async def connected(url: str, count: int) -> list[ClientConnection]:
@@ -141,17 +150,24 @@ async def bare_round(sockets: list[ClientConnection], frames: list[list[str]], f
     return Round(streams)
 
 
-async def throughput(ours: str, theirs: str, count: int, rounds: int, num_tokens: int) -> dict[str, Any]:
+async def throughput(
+    ours: Server, theirs: Server, count: int, rounds: int, num_tokens: int
+) -> dict[str, Any]:
     """Compare the same text, in turn."""
-    mine, other, ids = await connected(ours, count), await connected(theirs, count), itertools.count()
-    threes = []
+    mine, other, ids = await connected(ours.url, count), await connected(theirs.url, count), itertools.count()
+    threes, cpu_us = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
+            used = [cpu_s(ours.pid)]
             sent = await headrace_round(mine, num_tokens, ids)
+            used += [cpu_s(ours.pid), cpu_s(theirs.pid)]
             alone = await bare_round(other, [one_token_frames(s) for s in sent.streams], Path(folder))
+            used.append(cpu_s(theirs.pid))
             same = await bare_round(other, [s.frames for s in sent.streams], Path(folder))
             if number:  # the first warms everything up
                 threes.append((sent, alone, same))
+                per_token = 1e6 / sent.num_tokens
+                cpu_us.append(((used[1] - used[0]) * per_token, (used[3] - used[2]) * per_token))
     for socket in (*mine, *other):
         await socket.close()
     ratios = [alone.seconds / sent.seconds for sent, alone, _ in threes]
@@ -162,6 +178,8 @@ async def throughput(ours: str, theirs: str, count: int, rounds: int, num_tokens
         "ratio": round(statistics.median(ratios), 2),
         "min": round(min(ratios), 2),
         "max": round(max(ratios), 2),
+        "CPU, us a token": round(statistics.mean(mine for mine, _ in cpu_us), 1),
+        "bare CPU": round(statistics.mean(bare for _, bare in cpu_us), 1),
         "tokens a frame": round(statistics.median(s.num_tokens / s.num_frames for s, _, _ in threes), 2),
         "frames/s": round(statistics.median(s.num_frames / s.seconds for s, _, _ in threes)),
         "same frames/s, bare": round(statistics.median(e.num_frames / e.seconds for _, _, e in threes)),
@@ -218,7 +236,8 @@ def main() -> None:
         for count in NUM_STREAMS:
             for pace_ms in (0.0, PACE_MS[count]):
                 num_tokens = (args.tokens if pace_ms == 0 else args.tokens // 4) // count
-                with headrace(*flags, "--scripted-token-delay-ms", str(pace_ms)) as ours:
+                with headrace_process(*flags, "--scripted-token-delay-ms", str(pace_ms)) as (url, pid):
+                    ours = Server(url, pid)
                     row = asyncio.run(throughput(ours, theirs, count, args.rounds, num_tokens))
                 wire.append({"pace, ms": pace_ms, **row})
     show("From the engine process to the client, beside a bare server that pushes the same text", wire)

@@ -253,6 +253,8 @@ class Stream:
 def _size_bytes(event: Delta) -> int:
     """Return about how many bytes a delta adds to a frame: too many rather than too few."""
     size_bytes = 4 * (len(event.text) + len(event.reasoning))
+    if not (event.tool_calls or event.logprobs):
+        return size_bytes
     size_bytes += sum(4 * len(call["function"]["arguments"]) + 100 for call in event.tool_calls)
     return size_bytes + sum(80 * (1 + len(logprob["top_logprobs"])) for logprob in event.logprobs)
 
