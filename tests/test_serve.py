@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection, connect, unix_connect
 
 DEADLINE_S = 20.0
 
@@ -199,6 +199,44 @@ def test_the_token_of_the_environment_is_asked_for() -> None:
     server.process.terminate()
     _, stderr = server.process.communicate(timeout=DEADLINE_S)
     assert "warning: 0.0.0.0 is reachable from other machines, and there is no token" in stderr
+
+
+def test_a_unix_socket_with_a_token_file(tmp_path: Path) -> None:
+    """Without TCP; the file is gone afterwards, and no token is on stderr."""
+    path, tokens = tmp_path / "s", tmp_path / "tokens.toml"
+    tokens.write_text('[[token]]\nname = "alice"\ntoken = "hush-hush"\nmax_in_flight = 1\n')
+    server = Server("--no-tcp", "--unix", str(path), "--token-file", str(tokens), "--host", "0.0.0.0")
+    try:
+        assert f"ws+unix://{path}:/v1/stream" in server.ready_line
+        assert path.stat().st_mode & 0o777 == 0o600
+        right = {"Authorization": "Bearer hush-hush"}
+        for headers, kind in (({}, "error"), ({"Authorization": "Bearer hush"}, "error"), (right, "hello")):
+            with unix_connect(str(path), "ws://localhost/v1/stream", additional_headers=headers) as client:
+                assert json.loads(client.recv(timeout=DEADLINE_S))["type"] == kind
+        server.process.terminate()
+        _, stderr = server.process.communicate(timeout=DEADLINE_S)
+        assert server.process.returncode == 0
+        assert "hush" not in stderr
+        assert "warning" not in stderr
+        assert not path.exists()
+    finally:
+        server.stop()
+
+
+def test_what_it_cannot_listen_on_is_one_line(tmp_path: Path) -> None:
+    """A certificate that isn't there, a file that is no socket, a token file with a mistake."""
+    taken, tokens = tmp_path / "file", tmp_path / "tokens.toml"
+    taken.write_text("mine")
+    tokens.write_text('[[token]]\nname = "alice"\ntoken = "hush-hush"\nlimit = 1\n')
+    for flags, code, line in (
+        (["--tls-cert", "nowhere.pem"], 1, "certificate or key nowhere.pem: No such file or directory"),
+        (["--unix", str(taken)], 1, f"cannot listen on --unix {taken}: File exists"),
+        (["--token-file", str(tokens)], 2, f"--token-file {tokens}: token.0.limit: there is no such field"),
+    ):
+        returned, lines = serve_and_fail("--engine", "scripted", "--port", "0", *flags)
+        assert (returned, len(lines)) == (code, 1)
+        assert line in lines[0]
+    assert taken.read_text() == "mine"
 
 
 def test_version() -> None:
