@@ -211,10 +211,9 @@ class WorkerGroup:
         """Give waiting requests to workers, until there are none, or no room."""
         if self._is_closing:
             return
-        refused = set()
-        for request in self._line.recovering:
-            if (kind := request.record.kind) not in refused and not self._try_worker(request):
-                refused.add(kind)
+        for request in sorted(self._line.recovering, key=_recovery_order):
+            if not self._try_worker(request):
+                break
         while (fresh := self._line.first_fresh) is not None and self._has_room_for_fresh():
             if not self._try_worker(fresh):
                 break
@@ -328,7 +327,7 @@ class WorkerGroup:
         if not seat.worker.was_replaced:
             running = [request.record for request in seat.running]
             blame(running, max_deaths=self._config.max_engine_deaths_per_request)
-        for request in sorted(requests, key=_recovery_order):
+        for request in requests:
             if (end := self._end_of_lost(request)) is not None:
                 self._finish_here(request, end)
                 continue
@@ -382,9 +381,12 @@ class WorkerGroup:
         self._on_end(request, end)
 
 
-def _recovery_order(request: Request) -> tuple[int, int]:
-    """Return a sort key for requests that go on one after another: nobody waits for a long prompt.
+def _recovery_order(request: Request) -> tuple[bool, int, bool, int]:
+    """Return a sort key for requests that have lost their engine: nobody waits for a long prompt.
 
-    Of prompts that take about as long, those with the fewest tokens: they are the likeliest to kill.
+    Of prompts that take about as long, suspects are first, and of those the ones with the fewest tokens: the
+    likeliest to kill an engine, while there are few others in it.
     """
-    return request.num_to_read // _LONG_READ_TOKENS, request.num_tokens
+    record = request.record
+    is_long = request.num_to_read // _LONG_READ_TOKENS
+    return record.needs_solitude, is_long, not record.is_suspect, request.num_tokens

@@ -1,12 +1,15 @@
 """Who is to blame when an engine process dies: one request, perhaps, and its neighbours must not pay for it.
 
-1. Whoever was running when an engine died is a suspect, and its death is counted against it.
-2. A suspect goes on with no other suspect beside it in its engine, until it has made `PROBATION_TOKENS` more
-   tokens. When an engine dies with a suspect aboard, that one alone is blamed.
+1. A death is counted against all that were running. Those that had made few tokens in that engine are
+   suspects: what kills an engine mostly does so at once. The others, with `ESTABLISHED_TOKENS`, are none the
+   first time.
+2. A suspect is on probation until it has made `PROBATION_TOKENS` more tokens. Meanwhile nobody joins it in
+   its engine that has anything held against it. When an engine dies with a suspect aboard, that one
+   alone is blamed.
 3. A request fails once the deaths counted against it reach the limit. The last one counts only if nobody else
-   aboard had anything held against it. Who is spared by that, because one that passed its probation may still
-   have been it, goes on in solitude: beside none but those that nothing is held against. And the probation
-   of everybody gets longer with every death.
+   aboard had anything held against it. A suspect that is spared by that, because one that passed its
+   probation may still have been it, goes on in solitude: beside none but those that nothing is held against.
+   And a probation gets longer each time.
 4. After `FORGIVEN_AFTER_TOKENS` more tokens without another death, nothing is held against a request: a
    prompt that kills engines dies at the same place again, and does not get that far.
 
@@ -18,6 +21,7 @@ With a limit of 1 nothing is tried again, and all that were running fail.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+ESTABLISHED_TOKENS = 16
 PROBATION_TOKENS = 2
 """More than an engine makes between the last token that was delivered and its death."""
 PROBATION_GROWTH = 4
@@ -33,11 +37,13 @@ class Record:
     probation_tokens: int = 0
     tokens_since_death: int = 0
     was_spared: bool = False
-    """Whether the last death would have been one too many."""
+    """Whether the last death would have been one too many, had there been no doubt."""
+    tokens_here: int = 0
+    """Tokens made in the engine that it is in."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it must have no other suspect beside it."""
+        """Whether it is on probation."""
         return self.tokens_since_death < self.probation_tokens
 
     @property
@@ -45,13 +51,9 @@ class Record:
         """Whether it must have none beside it that anything is held against."""
         return self.was_spared and self.is_suspect
 
-    @property
-    def kind(self) -> tuple[bool, bool, bool]:
-        """What decides beside whom it may run: where one of a kind may not, no other of it may."""
-        return self.num_deaths > 0, self.is_suspect, self.needs_solitude
-
     def note_tokens(self, num_tokens: int) -> None:
         """Count tokens that it has made."""
+        self.tokens_here += num_tokens
         if self.num_deaths:
             self.tokens_since_death += num_tokens
             if self.tokens_since_death >= max(FORGIVEN_AFTER_TOKENS, self.probation_tokens):
@@ -64,21 +66,25 @@ def may_join(record: Record, aboard: Iterable[Record]) -> bool:
     if not record.num_deaths:
         return True
     held = [other for other in aboard if other.num_deaths]
-    if record.needs_solitude or any(other.needs_solitude for other in held):
+    if record.needs_solitude:
         return not held
-    return not record.is_suspect or not any(other.is_suspect for other in held)
+    return not any(other.is_suspect for other in held)
 
 
 def blame(running: Sequence[Record], *, max_deaths: int) -> None:
     """Count the death of an engine against those that may have caused it."""
     blamed = [record for record in running if record.is_suspect] or running
     is_proven = len(blamed) == 1 and not any(r.num_deaths for r in running if r is not blamed[0])
-    for record in running:
-        record.tokens_since_death = min(record.tokens_since_death, record.probation_tokens)
     for record in blamed:
+        is_free = record.num_deaths == 0 and record.tokens_here >= ESTABLISHED_TOKENS
         record.num_deaths += 1
         if record.num_deaths >= max_deaths > 1 and not is_proven:
             record.num_deaths = max_deaths - 1
-            record.was_spared = True
-        record.probation_tokens = max(PROBATION_TOKENS, record.probation_tokens * PROBATION_GROWTH)
+            record.was_spared = len(blamed) == 1
+        if not is_free:
+            grown = record.probation_tokens * PROBATION_GROWTH
+            record.probation_tokens = max(PROBATION_TOKENS, grown)
         record.tokens_since_death = 0
+    for record in running:
+        record.tokens_here = 0
+        record.tokens_since_death = min(record.tokens_since_death, record.probation_tokens)

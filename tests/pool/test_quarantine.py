@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from headrace.pool.quarantine import FORGIVEN_AFTER_TOKENS, PROBATION_TOKENS, Record, blame, may_join
+from headrace.pool.quarantine import (
+    ESTABLISHED_TOKENS,
+    FORGIVEN_AFTER_TOKENS,
+    PROBATION_TOKENS,
+    Record,
+    blame,
+    may_join,
+)
 
 
 def test_all_are_suspects_after_a_first_death():
@@ -16,8 +23,19 @@ def test_all_are_suspects_after_a_first_death():
     assert not may_join(running[0], running[1:])
     assert may_join(Record(), running)
     running[0].note_tokens(PROBATION_TOKENS)
-    assert may_join(running[0], running[1:2])
+    assert not may_join(running[1], running[2:])
+    assert may_join(running[1], running[:1])
     assert [record.is_suspect for record in running] == [False, True, True]
+
+
+def test_who_was_long_there_goes_on_at_once():
+    """The first time: what kills an engine mostly does so at once. It is held against it all the same."""
+    old, new = Record(tokens_here=ESTABLISHED_TOKENS), Record()
+    blame([old, new], max_deaths=2)
+    assert (old.num_deaths, old.is_suspect, new.is_suspect) == (1, False, True)
+    old.note_tokens(1)
+    blame([old], max_deaths=3)
+    assert (old.num_deaths, old.is_suspect) == (2, True)
 
 
 def test_a_lone_suspect_takes_all_the_blame():
@@ -37,6 +55,7 @@ def test_nobody_fails_for_what_a_neighbour_may_have_done():
         blame(running, max_deaths=2)
         assert [record.num_deaths for record in running] == [1, 1]
         assert [record.probation_tokens for record in running] == [probation_tokens] * 2
+        assert not any(record.needs_solitude for record in running)
         for record in running:
             record.note_tokens(probation_tokens)
 
@@ -73,16 +92,17 @@ def test_forgives():
 
 
 @pytest.mark.parametrize("strikes_after", [0, 1, 5, 20])
-def test_a_killer_fails_and_its_neighbours_do_not(strikes_after: int):
+@pytest.mark.parametrize("tokens_before", [0, 100])
+def test_a_killer_fails_and_its_neighbours_do_not(strikes_after: int, tokens_before: int):
     """Simulated: one of 16 kills every engine, some tokens after its start there; it alone fails."""
     rng = random.Random(strikes_after)
-    records = [Record() for _ in range(16)]
+    records = [Record(tokens_here=tokens_before) for _ in range(16)]
     killer = records[rng.randrange(16)]
     waiting, aboard, made, num_engines = list(records), [], {}, 0
     for _ in range(100_000):
         if killer.num_deaths >= 2:
             break
-        for record in list(waiting):
+        for record in sorted(waiting, key=lambda record: not record.is_suspect):
             if may_join(record, aboard):
                 waiting.remove(record)
                 aboard.append(record)
@@ -97,5 +117,5 @@ def test_a_killer_fails_and_its_neighbours_do_not(strikes_after: int):
             made[id(record)] += 1
             record.note_tokens(1)
     assert killer.num_deaths == 2
-    assert num_engines <= 6
+    assert num_engines <= 7
     assert [record.num_deaths < 2 for record in records].count(False) == 1

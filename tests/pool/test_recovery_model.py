@@ -37,7 +37,9 @@ async def run(pool: Pool, kill_after_tokens: int | None) -> list[Recorder]:
         pool.start(request, recorder)
     if kill_after_tokens is not None:
         await eventually(lambda: all(r.num_tokens >= kill_after_tokens for r in recorders), LOAD_LIMIT_S)
-        os.kill(pool.statistics().workers[0].status.pid or 0, signal.SIGKILL)
+        pid = pool.statistics().workers[0].status.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         before = [recorder.num_tokens for recorder in recorders]
         for recorder, count in zip(recorders, before, strict=True):
