@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, Unpack
+from weakref import WeakKeyDictionary
 
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
@@ -21,7 +22,7 @@ from websockets.exceptions import ConnectionClosed
 from ..protocol.frames import HelloFrame, ModelInfo
 from .aio_stream import Stream
 from .core import Answer, ClientCore, CoreState, FlowConfig, Touched
-from .dialing import DEFAULT_URL, Address, dial, is_final
+from .dialing import DEFAULT_URL, Address, dial, is_final, is_too_long
 from .errors import ClientError, ConnectError, ConnectionLost
 from .options import ChatOptions, CompletionOptions, Messages, Prompt, chat_fields, completion_fields
 from .stream_core import OnProgress
@@ -89,8 +90,9 @@ class Client:
         self._writable = asyncio.Event()
         self._woken = asyncio.Event()
         """Something has come, or the connection has gone."""
-        self._waiters: dict[Touched, asyncio.Event] = {}
+        self._waiters: WeakKeyDictionary[Touched, asyncio.Event] = WeakKeyDictionary()
         self._random = random.Random()
+        self._delay_s = config.reconnect_first_delay_s
 
     async def __aenter__(self) -> Self:
         """Connect.
@@ -182,8 +184,6 @@ class Client:
                 await waiter.wait()
         except TimeoutError:
             raise ConnectionLost("connection_lost", "the server has not answered", retryable=True) from None
-        finally:
-            self._waiters.pop(answer, None)
         if answer.error is not None:
             raise answer.error
         return answer
@@ -236,14 +236,19 @@ class Client:
     async def _run(self) -> None:
         """Serve one connection after the other, until there is none to be had."""
         while True:
+            opened_s = time.monotonic()
             error = await self._serve()
-            self._wake(self._core.lost())
+            if time.monotonic() - opened_s > self._config.reconnect_max_delay_s:
+                # It held; one that is lost again at once does not start anew with short delays.
+                self._delay_s = self._config.reconnect_first_delay_s
             if error is None and self._config.reconnect:
+                self._wake(self._core.lost())
                 error = await self._reconnect()
-            if error is not None or not self._config.reconnect:
-                lost = ConnectionLost("connection_lost", "the connection was lost", retryable=True)
-                self._wake(self._core.give_up(error or lost))
-                return
+                if error is None:
+                    continue
+            lost = ConnectionLost("connection_lost", "the connection was lost", retryable=True)
+            self._wake(self._core.give_up(error or lost))
+            return
 
     async def _serve(self) -> ClientError | None:
         """Read and write until the connection is gone; return why there must be no other one."""
@@ -283,11 +288,10 @@ class Client:
         """Try until there is a connection; return why there is none."""
         config = self._config
         until_s = time.monotonic() + config.reconnect_timeout_s
-        delay_s = config.reconnect_first_delay_s
         while True:
             # Anywhere in the interval, so that a server that comes back isn't met by all clients at once.
-            await asyncio.sleep(self._random.uniform(0, delay_s))
-            delay_s = min(2 * delay_s, config.reconnect_max_delay_s)
+            await asyncio.sleep(self._random.uniform(0, self._delay_s))
+            self._delay_s = min(2 * self._delay_s, config.reconnect_max_delay_s)
             try:
                 await self._open()
             except ClientError as error:
@@ -312,14 +316,14 @@ class Client:
             waiter = self._waiters.get(one)
             if waiter is not None:
                 waiter.set()
-                if not isinstance(one, Answer) and one.is_ended:
-                    del self._waiters[one]
 
     def _wake_writer(self) -> None:
         self._writable.set()
 
 
 def _say_closed(closed: ConnectionClosed) -> str:
+    if is_too_long(closed):
+        return "the server sent a message longer than max_message_bytes"
     if closed.rcvd is None:
         return "the connection was cut"
     reason = f": {closed.rcvd.reason}" if closed.rcvd.reason else ""

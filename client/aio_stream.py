@@ -8,7 +8,7 @@ from typing import Self
 
 from .core import ClientCore
 from .errors import ClientError, ConnectionLost, ProtocolError
-from .events import Accepted, Event, Result, TextDelta
+from .events import Accepted, Done, Event, Result, TextDelta
 from .stream_core import StreamCore
 
 
@@ -86,9 +86,13 @@ class Stream:
 
     async def text(self) -> AsyncIterator[str]:
         """Yield the answer's text as it comes; reasoning and tool calls are not part of it."""
+        is_empty = True
         async for event in self:
             if isinstance(event, TextDelta) and event.text:
+                is_empty = False
                 yield event.text
+            elif isinstance(event, Done) and is_empty and event.result.text:
+                yield event.result.text  # `stream: false`
 
     async def accepted(self) -> Accepted:
         """Wait until the server has taken the request; events stay for the reader.

@@ -18,7 +18,7 @@ from .aio import Client, ClientConfig
 from .aio_stream import Stream
 from .dialing import DEFAULT_URL, Address
 from .errors import ClientError
-from .events import Accepted, Event, Result, TextDelta
+from .events import Accepted, Done, Event, Result, TextDelta
 from .loop_thread import JOIN_TIMEOUT_S, LoopThread
 from .options import ChatOptions, CompletionOptions, Messages, Prompt
 from .stream_core import OnProgress
@@ -190,9 +190,13 @@ class BlockingStream:
 
     def text(self) -> Iterator[str]:
         """Yield the answer's text as it comes; reasoning and tool calls are not part of it."""
+        is_empty = True
         for event in self:
             if isinstance(event, TextDelta) and event.text:
+                is_empty = False
                 yield event.text
+            elif isinstance(event, Done) and is_empty and event.result.text:
+                yield event.result.text  # `stream: false`
 
     def accepted(self) -> Accepted:
         """Wait until the server has taken the request."""

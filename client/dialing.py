@@ -123,5 +123,12 @@ def _refused_handshake(error: InvalidStatus, url: str) -> ConnectError:
 
 
 def is_final(closed: ConnectionClosed) -> bool:
-    """Return whether the server wants no other connection of this client."""
+    """Return whether another connection would end in the same way."""
+    if is_too_long(closed):
+        return True
     return closed.rcvd is not None and closed.rcvd.code in _FATAL_CLOSE_CODES
+
+
+def is_too_long(closed: ConnectionClosed) -> bool:
+    """Return whether this side closed, because the server sent a message longer than may be read."""
+    return closed.sent is not None and closed.sent.code == CloseCode.FRAME_TOO_LARGE

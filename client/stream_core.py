@@ -110,7 +110,10 @@ class StreamCore:
         self._on_progress = on_progress
         self._state = RequestState.UNSENT
         self._seq = -1
+        self._num_received = 0
         self._num_read = 0
+        self._num_granted = 0
+        """Tokens that the server was allowed beyond the window."""
         self._accepted: Accepted | None = None
         self._transcript = Transcript()
         self._unread: deque[list[Event]] = deque()
@@ -170,10 +173,11 @@ class StreamCore:
 
     def take_credit(self) -> int:
         """Return how many tokens the server may be allowed again; 0: none, or not worth a frame yet."""
-        if self.window is None or self.is_ended or self._num_read * 2 < self.window:
+        due = self._num_read - self._num_granted
+        if self.window is None or self.is_ended or due * 2 < self.window:
             return 0
-        num_tokens, self._num_read = self._num_read, 0
-        return num_tokens
+        self._num_granted += due
+        return due
 
     # --- for the connection ---
 
@@ -205,6 +209,7 @@ class StreamCore:
         self._apply(RequestEvent.FRAME)
         if not self._is_next(frame["seq"]):
             return
+        self._num_received += frame["n"]
         self._transcript.add(frame)
         for event in events_of(frame):
             self._add(event)
@@ -246,6 +251,10 @@ class StreamCore:
         if frame["next_seq"] > self._seq + 1:
             raise ProtocolError("protocol_error", "the server resumes with a gap", started=True)
         self._apply(RequestEvent.RESUMED)
+        if self.window is not None:
+            # Credit may have been lost with the connection. The server has had what it took to make the
+            # tokens that came; the rest is given again: at worst the window is larger for a while.
+            self._num_granted = min(self._num_granted, max(0, self._num_received - self.window))
 
     # --- inside ---
 

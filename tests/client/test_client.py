@@ -81,7 +81,9 @@ async def test_text_is_the_short_way(gateway: Gateway) -> None:
     """And what is not streamed comes whole."""
     async with connect(gateway.url) as hr:
         pieces = [text async for text in hr.complete("x y", max_tokens=30, seed=0).text()]
-        whole = await hr.complete([1, 2], max_tokens=5, seed=0, stream=False).result()
+        unstreamed = hr.complete([1, 2], max_tokens=5, seed=0, stream=False)
+        assert [text async for text in unstreamed.text()] == [answer("1 2", 5)]
+        whole = await unstreamed.result()
     assert "".join(pieces) == answer("x y", 30)
     assert whole.text == answer("1 2", 5)
     assert whole.message is None

@@ -81,6 +81,24 @@ def test_credit_is_given_for_what_was_read() -> None:
     assert sent(core) == [{"type": "credit", "id": "c1", "tokens": 3}]
 
 
+def test_credit_that_was_lost_with_the_connection_is_given_again() -> None:
+    """Or the stream would wait for ever."""
+    core = opened("credit", "resume", window_tokens=4)
+    stream = running(core, resume_token="t1")
+    for seq in range(4):
+        core.receive(delta(seq))
+    stream.drop_unread()
+    core.note_read(stream)
+    assert sent(core) == [{"type": "credit", "id": "c1", "tokens": 4}]
+    core.lost()
+    core.receive(json.dumps({**_hello(), "features": ["credit", "resume"]}))
+    assert [frame["type"] for frame in sent(core)] == ["resume"]
+    core.receive('{"type": "resumed", "id": "c1", "rid": "r-1", "next_seq": 4}')
+    assert sent(core) == [{"type": "credit", "id": "c1", "tokens": 4}]
+    core.note_read(stream)
+    assert not sent(core)
+
+
 def test_unknown_frames_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     """For each type."""
     core = opened()

@@ -85,6 +85,14 @@ async def test_cut_and_cancelled() -> None:
         assert server.cancelled == [stream.id]
 
 
+async def test_a_message_that_is_too_long_to_read() -> None:
+    """Ends the client: it would come again and again."""
+    config = ClientConfig(max_message_bytes=4096, reconnect_first_delay_s=0.01)
+    async with FakeServer(["x" * 10_000]) as server, connect(server.url, config=config) as hr:
+        with pytest.raises(ConnectionLost, match="longer than max_message_bytes"):
+            await hr.chat("x").result()
+
+
 def test_the_blocking_twin() -> None:
     """The same, without asyncio; another thread may use the client too."""
     with fake_server(["one two three"]) as server, connect_blocking(server.url) as hr:
