@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace import doctor_checks
 from headrace.doctor_server import check_port, check_server
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -81,3 +82,22 @@ def test_a_server_that_runs() -> None:
     assert findings[1].what == "scripted is ready"
     (finding,) = check_server(url, None)
     assert (finding.level, finding.advice) == ("fail", "headrace serve starts one")
+
+
+def test_no_tuned_blas_is_a_warning_with_a_way_out() -> None:
+    """And a slow one too."""
+    facts = {"device": "cpu", "gflops": 6.0}
+    missing = doctor_checks._blas(BlasFacts(None, "the reference BLAS", missing=True), facts)
+    assert (missing.level, "libopenblas0-pthread" in str(missing.advice)) == ("warn", True)
+    tuned = BlasFacts(Path("/lib/libopenblas.so.0"), "found")
+    assert doctor_checks._blas(tuned, facts).level == "warn"
+    assert doctor_checks._blas(tuned, {**facts, "gflops": 100.0}).level == "ok"
+    assert doctor_checks._blas(BlasFacts(None, "Metal"), {**facts, "device": "gpu"}).level == "ok"
+
+
+def test_mlx_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is one line, whatever happens in its process."""
+    monkeypatch.setattr(doctor_checks, "_CHILD", "headrace.no_such_module")
+    *_, finding = doctor_checks.check_machine([None], "off")
+    assert (finding.level, finding.topic) == ("fail", "device")
+    assert "No module named" in finding.what
