@@ -13,6 +13,7 @@ from headrace.protocol.codec import decode_client_frame
 from headrace.protocol.errors import RETRYABLE, CloseCode, ErrorCode, FrameError
 from headrace.protocol.frames import CLIENT_FRAME_TYPES, ServerFrame
 from headrace.protocol.options import OPTION_NAMES, GenerationOptions
+from headrace.protocol.resume import ResumeReason
 
 PAGE = (Path(__file__).parent.parent / "PROTOCOL.md").read_text(encoding="utf-8")
 CLIENT_EXAMPLES = re.findall(r"^```json client\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -72,6 +73,12 @@ def test_every_error_code_has_its_row() -> None:
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (yes|no) \|", section("Errors"), re.MULTILINE)
     assert {code for code, _ in rows} == set(ErrorCode)
     assert {code for code, retryable in rows if retryable == "yes"} == RETRYABLE
+
+
+def test_every_resume_reason_has_its_row() -> None:
+    """And no other is listed."""
+    rows = re.findall(r"^\| `(\w+)` \|", section("Resuming"), re.MULTILINE)
+    assert rows == list(ResumeReason)
 
 
 def test_every_close_code_has_its_row() -> None:
