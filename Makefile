@@ -36,6 +36,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
+	@bash scripts/setup-chromium.sh
 	$(BIN)/pytest $(ARGS)
 
 format: $(STAMP)

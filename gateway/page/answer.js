@@ -143,7 +143,8 @@ export class Answer {
   }
 
   #showTokens({ text, reasoning, n }) {
-    const { parts, now } = { parts: this.#parts, now: performance.now() };
+    const parts = this.#parts;
+    const now = performance.now();
     if (this.#firstTokenAt === 0) this.#firstTokenAt = now;
     if (!parts.waiting.hidden) {
       parts.waiting.hidden = true;
@@ -169,7 +170,8 @@ export class Answer {
     if (timings.tokens_per_s) facts.push(`${rate(timings.tokens_per_s)} tokens/s`);
     if (timings.ttft_ms !== null) facts.push(`first after ${duration(timings.ttft_ms)}`);
     const cached = usage.cached_tokens ? `, ${count(usage.cached_tokens)} of them cached` : "";
-    facts.push(`prompt ${count(usage.prompt_tokens)} tokens${cached}`);
+    const read = timings.prefill_ms === null ? "" : `, read in ${duration(timings.score_ms + timings.prefill_ms)}`;
+    facts.push(`prompt ${count(usage.prompt_tokens)} tokens${cached}${read}`);
     this.#parts.stats.textContent = facts.join(" · ");
     this.#showSpecPrefill(spec);
     const state = frame.status === "completed" ? "done" : frame.status;
@@ -188,8 +190,7 @@ export class Answer {
         `SpecPrefill kept ${count(spec.kept_tokens)} of ${count(spec.uncached_tokens)} tokens (${share} %) · ` +
         `scored in ${duration(spec.score_ms)}, read in ${duration(spec.prefill_ms)} · draft ${spec.draft}`;
     } else {
-      const took = spec.prefill_ms === null ? "" : ` · read in ${duration(spec.prefill_ms)}`;
-      line.textContent = `SpecPrefill not used: ${spec.reason.replaceAll("_", " ")}${took}`;
+      line.textContent = `SpecPrefill not used: ${spec.reason.replaceAll("_", " ")}`;
     }
     if (spec.prompt_runs) {
       prompt.hidden = false;
@@ -200,7 +201,7 @@ export class Answer {
   #end(state, problem) {
     if (!this.isRunning) return;
     this.isRunning = false;
-    const { parts } = { parts: this.#parts };
+    const parts = this.#parts;
     this.#setState(state);
     parts.waiting.hidden = true;
     parts.cancel.remove();

@@ -21,7 +21,7 @@ class Page {
     const url = new URL("v1/stream", document.baseURI);
     url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
     this.#connection = new Connection(url, {
-      onHello: (frame) => this.#settings.showModels(frame.models),
+      onModels: (models) => this.#settings.showModels(models),
       onStatus: (text, isOpen) => this.#showStatus(text, isOpen),
       onUnauthorized: (hadToken) => this.#askForToken(hadToken),
       onFrame: (direction, frame) => this.#running.get(frame.id)?.note(direction, frame),

@@ -5,6 +5,7 @@
 
 const FIRST_DELAY_MS = 500;
 const MAX_DELAY_MS = 15_000;
+const MODELS_INTERVAL_MS = 2000;
 const UNAUTHORIZED = 4401;
 
 /** Write a token as the subprotocol by which browsers, which cannot set headers, show it. */
@@ -26,7 +27,7 @@ export class Connection {
 
   /**
    * @param {URL} url
-   * @param {{onHello(frame): void, onStatus(text: string, isOpen: boolean): void,
+   * @param {{onModels(models: object[]): void, onStatus(text: string, isOpen: boolean): void,
    *          onUnauthorized(hadToken: boolean): void, onFrame(direction: string, frame): void}} events
    */
   constructor(url, events) {
@@ -110,13 +111,23 @@ export class Connection {
       this.#hello = frame;
       this.#attempts = 0;
       this.#events.onStatus("connected", true);
-      this.#events.onHello(frame);
+      this.#showModels(frame.models);
       this.#resume();
+    } else if (frame.type === "models") {
+      this.#showModels(frame.models);
     } else if (frame.type === "goaway") {
       this.#events.onStatus("the server is about to stop", true);
     } else if (this.#streams.has(frame.id)) {
       this.#deliver(frame);
     }
+  }
+
+  /** Show the models, and ask again while one of them is on its way. */
+  #showModels(models) {
+    this.#events.onModels(models);
+    if (models.every(({ state }) => state === "ready" || state === "failed")) return;
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.isOpen && this.#send({ type: "models" }), MODELS_INTERVAL_MS);
   }
 
   #deliver(frame) {

@@ -44,7 +44,9 @@ export class Settings {
     const { supported, reason, draft } = model.specprefill;
     byId("specprefill-ability").textContent = supported
       ? `Draft: ${draft === "self" ? "the model’s own first layers" : draft}`
-      : `Not available: ${reason}`;
+      : reason === "not_loaded"
+        ? "Known once the model is loaded"
+        : `Not available: ${reason}`;
     if (model.chat === false) byId("kind").value = "completion";
   }
 
@@ -55,7 +57,7 @@ export class Settings {
    * @throws {Error} a field has a value that makes no sense; the message is for people
    */
   requests(prompt, history) {
-    const invalid = this.#form.querySelector(":invalid");
+    const invalid = this.#form.querySelector("input:invalid");
     if (invalid !== null) {
       const label = this.#form.querySelector(`label[for="${invalid.id}"]`);
       throw new Error(`${label?.textContent ?? invalid.id}: ${invalid.validationMessage}`);
