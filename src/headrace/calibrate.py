@@ -22,7 +22,9 @@ from .pool.blas import engine_environment
 _CHILD = "headrace.engine.specprefill.calibrate_main"
 _LINE_INTERVAL_S = 5.0
 _STOP_TIMEOUT_S = 5.0
+_MEBIBYTE = 1 << 20
 _GOOD_RECALL = 0.8
+"""Of the best keep rate; below it the person is warned."""
 
 
 class CalibrateError(Exception):
@@ -124,6 +126,8 @@ class _Display:
 
     def show(self, stage: str, done: int, total: int | None, unit: str) -> None:
         """Take how far a stage is."""
+        if unit == "bytes":
+            done, total, unit = done // _MEBIBYTE, total and total // _MEBIBYTE, "MiB"
         if self._bars is not None:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(stage, unit=unit)
