@@ -13,6 +13,7 @@ import pytest
 
 from headrace import doctor_checks
 from headrace.doctor_server import check_port, check_server
+from headrace.pool.blas import BlasFacts
 
 sys.path.insert(0, str(Path(__file__).parent))
 cli = import_module("cli_helpers")

@@ -110,13 +110,11 @@ def _print_table(report: "Report") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "prompt", "SpecPrefill", "streams", "TTFT s", "worst", "prefill tok/s", "tok/s each", "tok/s all",
-        "gap ms", "worst", box=None, pad_edge=False,
-    )  # fmt: skip
-    for column in table.columns:
-        column.justify = "right"
-    table.columns[1].min_width = len("SpecPrefill")
+    names = ("prompt", "SpecPrefill", "streams", "TTFT s", "worst", "prefill\ntok/s", "each\ntok/s", "all\ntok/s",
+             "gap ms", "worst")  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right", min_width=max(map(len, name.split("\n"))))
     for row in report.rows:
         kept = f"kept {row.kept_share:.0%}" if row.applied else row.reason if row.specprefill else "off"
         table.add_row(
