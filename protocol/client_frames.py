@@ -105,7 +105,16 @@ REQUEST_INPUTS: Mapping[str, type[CompletionInput] | type[ChatInput]] = {
     "completion": CompletionInput,
     "chat": ChatInput,
 }
-CLIENT_FRAME_TYPES = ("completion", "chat", "cancel", "credit", "resume", "models", "ping")
+CLIENT_FRAME_FIELDS: Mapping[str, type[BaseModel]] = {
+    **REQUEST_INPUTS,
+    "cancel": _NoFields,
+    "credit": _CreditFields,
+    "resume": _ResumeFields,
+    "models": _NoFields,
+    "ping": _PingFields,
+}
+"""What each frame has beside its type, its id and, for the requests, its options."""
+CLIENT_FRAME_TYPES = tuple(CLIENT_FRAME_FIELDS)
 
 
 def parse_client_frame(fields: Mapping[str, Any]) -> ClientFrame:

@@ -11,6 +11,7 @@ from .chat import chat
 from .complete import complete
 from .doctor import doctor
 from .models import models
+from .schema_command import schema
 from .serve_command import serve
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ app.command()(models)
 app.command()(bench)
 app.command()(calibrate)
 app.command()(doctor)
+app.command()(schema)
 
 
 def main() -> None:
