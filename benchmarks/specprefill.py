@@ -3,10 +3,14 @@
     python benchmarks/specprefill.py                          # about 8 minutes on 2 cores
     python benchmarks/specprefill.py --draft-tokens 1000 2000 4000 --self-tokens 1000 2000 4000 8000
     python benchmarks/specprefill.py --rounds 5 --json specprefill.json
+    OPENBLAS_NUM_THREADS=1 python benchmarks/specprefill.py --clock cpu     # on a busy machine (Linux)
 
 Both modes go through a real `headrace serve`, over its socket, and read what its clients read
 (`done.timings.ttft_ms`); dense and sparse requests are asked in turn of the same server, so that a machine
 that gets slower gets slower for both. Medians over the rounds, of ratios pair by pair.
+
+`--clock cpu` takes the CPU seconds that the server's processes spend up to the first token instead: other
+programs don't count in, but threads that wait for each other do, so it wants BLAS on one thread.
 
 - `self`: the default model scores itself and carries on.
 - `draft`: the target is the default model deepened `--times` times by layers whose output projections are
@@ -20,7 +24,9 @@ The cost model, with k of the draft's L layers run and r = draft cost / target c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -38,7 +44,7 @@ from websockets.sync.client import connect
 from headrace.engine.loading.default_model import DEFAULT_MODEL, fetch_default_model
 from headrace.engine.loading.model_files import cache_folder
 from headrace.engine.specprefill.calibration import load_calibration, model_fingerprint, scorer_for
-from headrace.engine.specprefill.passkey import passkey_prompt
+from headrace.engine.specprefill.passkey import PasskeyPrompt, passkey_prompt
 
 ANSWER_TOKENS = 12
 WARM_UP_TOKENS = 300
@@ -46,16 +52,16 @@ WARM_UP_TOKENS = 300
 
 @dataclass(frozen=True)
 class Answer:
-    """One request: server's time to the first token, whether it found the key, and `done.specprefill`."""
+    """One request: seconds to the first token, whether it found the key, and `done.specprefill`."""
 
-    ttft_s: float
+    first_token_s: float
     right: bool
     report: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mode, prompt length and keep rate. `speedup` and its bounds: TTFT dense by sparse, pair by pair."""
+    """One mode, prompt length and keep rate. `speedup` and its bounds: dense by sparse, pair by pair."""
 
     mode: str
     prompt_tokens: int
@@ -113,29 +119,52 @@ def depth_share() -> float:
     return scorer_for(model, calibration).last_layer / len(model.layers)
 
 
-def ask(client: Any, tokens: list[int], key: str, keep_pct: float | None) -> Answer:
+def cpu_seconds() -> float:
+    """Return the CPU time that all processes below this one have spent so far (Linux)."""
+    ticks: dict[int, tuple[int, int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks[int(stat.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    below: set[int] = {os.getpid()}
+    while found := {pid for pid, (parent, _) in ticks.items() if parent in below} - below:
+        below |= found
+    return sum(ticks[pid][1] for pid in below - {os.getpid()}) / os.sysconf("SC_CLK_TCK")
+
+
+def ask(client: Any, prompt: PasskeyPrompt, keep_pct: float | None, clock: str) -> Answer:
     """Run one request on an open connection; `keep_pct` None: densely."""
     frame = {
         "type": "completion",
         "id": "1",
-        "prompt": tokens,
-        "stream": False,
+        "prompt": prompt.tokens,
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "cache_prompt": False,
         "specprefill": keep_pct is not None,
     }
+    before_s = cpu_seconds() if clock == "cpu" else 0.0
     client.send(json.dumps(frame if keep_pct is None else frame | {"specprefill_keep_pct": keep_pct}))
-    while (done := json.loads(client.recv()))["type"] not in ("done", "error"):
-        pass
-    report = done.get("specprefill")
-    if done.get("status") != "completed" or report["applied"] is (keep_pct is None):
-        raise SystemExit(f"headrace answered {done}")
-    return Answer(done["timings"]["ttft_ms"] / 1e3, key in done["text"], report)
+    text, spent_s = "", None
+    while (got := json.loads(client.recv()))["type"] not in ("done", "error"):
+        if got["type"] == "delta":
+            text += got.get("text", "")
+            spent_s = cpu_seconds() - before_s if spent_s is None and clock == "cpu" else spent_s
+    report = got.get("specprefill")
+    if got.get("status") != "completed" or report["applied"] is (keep_pct is None):
+        raise SystemExit(f"headrace answered {got}")
+    ttft_s = got["timings"]["ttft_ms"] / 1e3
+    return Answer(ttft_s if spent_s is None else spent_s, prompt.key in text, report)
 
 
 def measure(
-    url: str, tokenizer: Any, mode: str, num_tokens: int, allowed: dict[float, float], rounds: int
+    url: str,
+    tokenizer: Any,
+    mode: str,
+    num_tokens: int,
+    allowed: dict[float, float],
+    rounds: int,
+    clock: str,
 ) -> list[Row]:
     """Ask one prompt densely and at each keep rate, in turn, `rounds` times.
 
@@ -147,13 +176,13 @@ def measure(
     with connect(url, proxy=None, ping_interval=None) as client:
         client.recv()
         warm = passkey_prompt(tokenizer, num_tokens=min(WARM_UP_TOKENS, num_tokens), depth=0.5, seed=0)
-        ask(client, warm.tokens, warm.key, min(allowed))
+        ask(client, warm, min(allowed), clock)
         for number in range(rounds):
             depth = (number + 0.5) / rounds
             prompt = passkey_prompt(tokenizer, num_tokens=num_tokens, depth=depth, seed=50 + number)
             order: list[float | None] = [None, *allowed]
             for keep_pct in order if number % 2 else reversed(order):
-                answer = ask(client, prompt.tokens, prompt.key, keep_pct)
+                answer = ask(client, prompt, keep_pct, clock)
                 (dense if keep_pct is None else sparse[keep_pct]).append(answer)
                 print(mode, num_tokens, keep_pct or "dense", answer, file=sys.stderr, flush=True)
     return [row(mode, keep_pct, allowed[keep_pct], dense, sparse[keep_pct]) for keep_pct in allowed]
@@ -161,15 +190,15 @@ def measure(
 
 def row(mode: str, keep_pct: float, allowed: float, dense: list[Answer], sparse: list[Answer]) -> Row:
     """Return the medians of one series of pairs."""
-    ratios = [one.ttft_s / other.ttft_s for one, other in zip(dense, sparse, strict=True)]
+    ratios = [one.first_token_s / other.first_token_s for one, other in zip(dense, sparse, strict=True)]
     speedup = statistics.median(ratios)
     return Row(
         mode=mode,
         prompt_tokens=sparse[0].report["prompt_tokens"],
         keep_pct=keep_pct,
         rounds=len(ratios),
-        dense_s=round(statistics.median(a.ttft_s for a in dense), 3),
-        sparse_s=round(statistics.median(a.ttft_s for a in sparse), 3),
+        dense_s=round(statistics.median(a.first_token_s for a in dense), 3),
+        sparse_s=round(statistics.median(a.first_token_s for a in sparse), 3),
         speedup=round(speedup, 3),
         speedup_min=round(min(ratios), 3),
         speedup_max=round(max(ratios), 3),
@@ -184,7 +213,7 @@ def row(mode: str, keep_pct: float, allowed: float, dense: list[Answer], sparse:
 
 def show(rows: list[Row]) -> None:
     """Print the table."""
-    table = Table(title="TTFT: dense by sparse, and the cost model")
+    table = Table(title="Time to the first token: dense by sparse, and the cost model")
     columns = ("mode", "prompt_tokens", "keep_pct", "dense_s", "sparse_s", "speedup", "cost_model")
     for column in (*columns, "of_cost_model", "right"):
         table.add_column(column)
@@ -205,6 +234,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=8, help="depth of the target in draft mode")
     parser.add_argument("--rounds", type=int, default=3, help="of each prompt length")
     parser.add_argument("--draft-rounds", type=int, default=2, help="the same in draft mode")
+    parser.add_argument("--clock", choices=["ttft", "cpu"], default="ttft")
     parser.add_argument("--json", type=Path, help="write everything here too")
     args = parser.parse_args()
 
@@ -215,15 +245,15 @@ def main() -> None:
         allowed = {keep: 1 / (share + (1 - share) * keep) for keep in args.self_keep}
         with headrace() as url:
             for length in args.self_tokens:
-                rows += measure(url, tokenizer, "self", length, allowed, args.rounds)
+                rows += measure(url, tokenizer, "self", length, allowed, args.rounds, args.clock)
     if args.draft_tokens:
         allowed = {keep: 1 / (share / args.times + keep) for keep in args.draft_keep}
         flags = ("--model", str(deepened(args.times)), "--specprefill-draft-model", DEFAULT_MODEL)
         with headrace(*flags) as url:
             for length in args.draft_tokens:
-                rows += measure(url, tokenizer, "draft", length, allowed, args.draft_rounds)
+                rows += measure(url, tokenizer, "draft", length, allowed, args.draft_rounds, args.clock)
     show(rows)
-    head = {"machine": machine(), "depth_share": share, "times": args.times}
+    head = {"machine": machine(), "clock": args.clock, "depth_share": share, "times": args.times}
     save({**head, "rows": [asdict(one) for one in rows]}, args.json)
 
 
