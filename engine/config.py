@@ -52,6 +52,8 @@ class EngineConfig:
     dequantize: bool = True
     """On a CPU: turn quantized and half-precision weights to float32 at load where memory allows."""
     trust_remote_code: bool = False
+    log_format: Literal["text", "json"] = "text"
+    """How the process writes its log to stderr."""
     specprefill: SpecPrefillConfig = field(default_factory=SpecPrefillConfig)
     scripted_token_delay_ms: float = 0.0
     """`scripted` only: how long a decode step takes."""

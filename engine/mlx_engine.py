@@ -240,7 +240,7 @@ class MlxEngine:
                 events.append(self._end_unadmitted(message, arrived_s, error))
                 continue
             except Exception:
-                logger.exception("%s could not be admitted", message.rid)
+                logger.exception("%s could not be admitted", message.rid, extra={"rid": message.rid})
                 events.append(self._end_unadmitted(message, arrived_s, _fault()))
                 continue
             if (finish := self._already_finished(request)) is not None:
@@ -308,7 +308,9 @@ class MlxEngine:
             try:
                 self._take_token(request, response, events)
             except Exception:
-                logger.exception("a token of %s could not be handled", request.rid)
+                logger.exception(
+                    "a token of %s could not be handled", request.rid, extra={"rid": request.rid}
+                )
                 if request.uid in self._decoding:
                     self._take_out(request)
                 events.append(request.end("failed", error=_fault().body()))

@@ -80,7 +80,13 @@ class Request:
         """
         if not isinstance(self.prefill, SparsePrefill):
             raise error
-        logger.error("SpecPrefill failed, going on densely: %s", error, exc_info=error)
+        logger.error(
+            "SpecPrefill of %s failed, going on densely: %s",
+            self.rid,
+            error,
+            exc_info=error,
+            extra={"rid": self.rid},
+        )
         self.prefill = self.dense_again()
         options, num_prompt = self.message.options, len(self.prompt.tokens)
         self.specprefill = specprefill_not_run(options, FAILED, num_prompt, self.num_cached)

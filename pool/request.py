@@ -185,7 +185,11 @@ class Request:
         try:
             self._sink(event)
         except Exception:
-            _log.exception("the receiver of request %s failed: it hears nothing more", self.rid)
+            _log.exception(
+                "the receiver of request %s failed: it hears nothing more",
+                self.rid,
+                extra={"rid": self.rid},
+            )
             self._sink = _ignore
 
     def _note_delta(self, event: Delta, now_s: float) -> None:

@@ -38,6 +38,7 @@ from ..protocol.messages import (
     decode_command,
     encode_report,
 )
+from .json_logs import JsonFormatter
 
 if TYPE_CHECKING:
     from ..engine.interface import Engine
@@ -66,7 +67,7 @@ def main(
         engine_config: an `EngineConfig`.
         sign_of_life_s: how often the engine's thread must be heard of, whatever it does.
     """
-    _set_up_process()
+    _set_up_process(engine_config.log_format)
     from ..engine.interface import EngineLoadError
 
     commands: Commands = queue.SimpleQueue()
@@ -91,7 +92,7 @@ def main(
     _exit(exit_code)
 
 
-def _set_up_process() -> None:
+def _set_up_process(log_format: str) -> None:
     # The terminal sends Ctrl-C to the whole group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -102,6 +103,8 @@ def _set_up_process() -> None:
         faulthandler.enable()
     name = multiprocessing.current_process().name
     logging.basicConfig(format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s")
+    if log_format == "json":
+        logging.getLogger().handlers[0].setFormatter(JsonFormatter())
 
 
 def _exit(code: int) -> NoReturn:

@@ -8,7 +8,6 @@ parent is gone, and exit.
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import resource
 import signal
@@ -19,6 +18,7 @@ from . import __version__
 from .gateway.access import is_loopback
 from .gateway.server import Gateway
 from .loading import LoadingDisplay
+from .logs import set_up_logging
 from .pool import ModelLoadFailed, Pool, WorkerStatus
 from .settings import ServeSettings, access_tokens, gateway_config, pool_config
 
@@ -38,7 +38,7 @@ def run(settings: ServeSettings) -> None:
         SettingsError: the settings make no sense together.
         ServeError: the address is taken, or no model can be loaded.
     """
-    logging.basicConfig(level=logging.WARNING, format="headrace: %(message)s", stream=sys.stderr)
+    set_up_logging(settings.log_format)
     asyncio.run(_serve(settings, os.environ))
 
 

@@ -28,6 +28,12 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="mlx, or scripted: no model, for tests and load. Default: mlx.")
     ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option(
+            help="text, or json: a line for each ended request too. Default: text.", rich_help_panel=_SERVING
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(help="Engine processes for each model. Default: 1.", rich_help_panel=_SERVING),

@@ -73,6 +73,7 @@ class ServeSettings(BaseModel):
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] = 512
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     engine: Literal["mlx", "scripted"] = "mlx"
+    log_format: Literal["text", "json"] = "text"
     drain_timeout: Annotated[float, Field(ge=0)] = 30.0
     memory_limit: NumBytes | None = None
     hang_timeout: Annotated[float, Field(gt=0)] = 30.0
@@ -202,6 +203,7 @@ def _model_spec(settings: ServeSettings, model: str | None) -> ModelSpec:
         kind=settings.engine,
         max_batch_size=settings.max_in_flight,
         dequantize=settings.dequantize,
+        log_format=settings.log_format,
         specprefill=specprefill,
         scripted_token_delay_ms=settings.scripted_token_delay_ms,
         scripted_prefill_tokens_per_s=settings.scripted_prefill_tokens_per_s,
