@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fuzzing import frames
-from gateway_helpers import Client, make_gateway, wait_until
+from gateway_helpers import Client, assert_well_formed, make_gateway, wait_until
 from pydantic import TypeAdapter
 
 from headrace.gateway.config import LimitsConfig
@@ -91,7 +91,8 @@ async def test_a_live_connection_keeps_its_rules(pool: Pool) -> None:
     await gateway.start()
     kinds: dict[str, int] = {}
     async with Client(gateway.url) as honest:
-        await honest.complete("h", model="slow", max_tokens=100_000)
+        await honest.complete("h", model="slow", max_tokens=10_000_000)
+        reading = asyncio.create_task(honest.done("h"))
         clients = [
             await Client(gateway.url, max_queue=None).__aenter__() for _ in range(NUM_LIVE_CONNECTIONS)
         ]
@@ -99,9 +100,9 @@ async def test_a_live_connection_keeps_its_rules(pool: Pool) -> None:
         await asyncio.gather(*(_bombard(c, 100 + n, count, kinds) for n, c in enumerate(clients)))
         for client in clients:
             await client.socket.close()
-        await honest.receive_type("delta")
         await honest.send(type="cancel", id="h")
-        assert (await honest.done("h"))["status"] == "cancelled"
+        assert (await reading)["status"] == "cancelled"
+        assert_well_formed(honest.frames["h"])
     assert {"accepted", "delta", "done", "error", "pong"} <= set(kinds)
     await wait_until(lambda: pool.statistics().in_flight == 0)
     gateway.abort()
