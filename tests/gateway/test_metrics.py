@@ -3,7 +3,9 @@
 import asyncio
 import http.client
 import logging
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from gateway_helpers import Client, running_gateway, wait_until
@@ -137,3 +139,20 @@ async def test_the_log_of_ended_requests(gateway: Gateway, caplog: pytest.LogCap
     assert fields["rid"] == client.frames["mine"][0]["rid"]
     assert (fields["usage"], fields["timings"]) == (done["usage"], done["timings"])
     assert "secret" not in repr(vars(record))
+
+
+async def test_the_dashboard_and_the_page_name_metrics_that_exist(gateway: Gateway) -> None:
+    """docs/grafana and docs/metrics.md: no other name, and the page has every one of ours."""
+    docs = Path(__file__).parent.parent.parent / "docs"
+    async with Client(gateway.url) as client:
+        await client.complete("a", max_tokens=3)
+        await client.done("a")
+        await client.complete("b", model="nobody")
+        await client.done("b")
+        names = {sample.name for sample in (await scrape(gateway)).samples}
+    dashboard = set(re.findall(r"headrace_\w+", (docs / "grafana/headrace.json").read_text()))
+    assert dashboard <= names
+    page = set(re.findall(r"`(headrace_\w+)", (docs / "metrics.md").read_text()))
+    ours = {name for name in names if name.startswith("headrace_") and not name.endswith("_created")}
+    families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in ours}
+    assert page == families
