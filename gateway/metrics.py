@@ -47,7 +47,7 @@ class Metrics:
         )
         self._gap = Histogram(
             "headrace_inter_token_seconds",
-            "From one token of a request to its next, as the gateway gets them",
+            "From one delta of a request to its next, by the tokens in it, as the gateway gets them",
             ("model",),
             registry=registry,
             buckets=_GAP_SECONDS,
@@ -93,11 +93,9 @@ class Metrics:
         self._frames.inc(len(frames))
         self._bytes.inc(sum(map(len, frames)))
 
-    def observe_tokens(self, model: str, gap_s: float, num_tokens: int) -> None:
-        """Take the time since a request's tokens before these: each of them took its share."""
-        gap = self._gap.labels(model)
-        for _ in range(num_tokens):
-            gap.observe(gap_s / num_tokens)
+    def token_gaps(self, model: str) -> Histogram:
+        """Return where the gaps of a model's tokens go: looked up once a request, as tokens are many."""
+        return self._gap.labels(model)
 
     def observe_end(self, model: str, kind: str, end: End) -> None:
         """Take the end of a request."""

@@ -7,6 +7,8 @@ import asyncio
 import logging
 from typing import Any
 
+from prometheus_client import Histogram
+
 from ..pool.request import Sink, Ticket
 from ..protocol.frames import RequestFrame
 from ..protocol.messages import Delta, End, Event
@@ -38,19 +40,21 @@ class RequestWatch:
         self._connection = connection
         self._tenant = tenant
         self._model = ""
+        self._gaps: Histogram | None = None
         self._last_token_s: float | None = None
 
     def begin(self, ticket: Ticket) -> None:
         """Note what the pool has made of the request."""
         self._model = ticket.options.model or ""
+        self._gaps = self._metrics.token_gaps(self._model)
 
     def take(self, event: Event) -> None:
         """Take an event on its way to the sink."""
         match event:
             case Delta():
                 now_s = asyncio.get_running_loop().time()
-                if self._last_token_s is not None and event.n:
-                    self._metrics.observe_tokens(self._model, now_s - self._last_token_s, event.n)
+                if self._last_token_s is not None and event.n and self._gaps is not None:
+                    self._gaps.observe((now_s - self._last_token_s) / event.n)
                 self._last_token_s = now_s
             case End():
                 self._metrics.observe_end(self._model, self._kind, event)
