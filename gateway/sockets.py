@@ -28,6 +28,8 @@ class GatewaySocket(ServerConnection):
     _is_writable = True
     _doors: Doors | None = None
     _is_counted = False
+    address: str | None = None
+    """The client's address; None on a Unix socket."""
     is_refused = False
     """Whether too many connections were open when this one was made."""
 
@@ -35,12 +37,6 @@ class GatewaySocket(ServerConnection):
         """Tell who counts the connection once it is made; return itself."""
         self._doors = doors
         return self
-
-    @property
-    def address(self) -> str | None:
-        """The client's address; None on a Unix socket."""
-        peer = self.transport.get_extra_info("peername")
-        return str(peer[0]) if isinstance(peer, tuple) else None
 
     def watch(
         self, *, stall_timeout_s: float, on_stall: Callable[[], None], on_writable: Callable[[], None]
@@ -91,6 +87,9 @@ class GatewaySocket(ServerConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Note that there is a client, before its handshake."""
         super().connection_made(transport)
+        # Now: a TLS transport doesn't know it any more when it is lost.
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else None
         if self._doors is not None:
             verdict = self._doors.enter(self.address)
             self._is_counted = True

@@ -151,6 +151,23 @@ async def test_tls(pool: Pool, certificate: tuple[str, str]) -> None:
                 pass
 
 
+async def test_tls_connections_are_counted_out(pool: Pool, certificate: tuple[str, str]) -> None:
+    """Per address too: who comes and goes is not refused in the end."""
+    cert, key = certificate
+    context = ssl.create_default_context(cafile=cert)
+    gateway = make_gateway(
+        pool,
+        limits=LimitsConfig(max_connections_per_address=2),
+        listen=ListenConfig(port=0, tls_cert=cert, tls_key=key),
+    )
+    await gateway.start()
+    for _ in range(4):
+        async with Client(gateway.url, ssl=context) as client:
+            assert client.hello["type"] == "hello"
+        await wait_until(lambda: gateway.num_connections == 0)
+    gateway.abort()
+
+
 async def test_a_broken_certificate_is_named(
     pool: Pool, certificate: tuple[str, str], tmp_path: Path
 ) -> None:
