@@ -21,6 +21,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_DEPTH = 64
+"""How deep objects and lists of the client's own making may be nested; orjson writes 253 levels at most."""
 INT64_MAX = 2**63 - 1
 
 
@@ -46,6 +48,21 @@ def _logit_bias(value: dict[str, float] | None) -> dict[str, float] | None:
     return value
 
 
+def _not_too_deep(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            item
+            for holder in level
+            if isinstance(holder, dict | list)
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+        if not level:
+            return value
+    raise PydanticCustomError("depth", "is nested more than {most} deep", {"most": MAX_DEPTH})
+
+
+FreeObject = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -238,7 +255,7 @@ class Function(_Strict):
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = None
 
 
@@ -268,7 +285,7 @@ class ChatInput(_Strict):
     tools: list[Tool] | None = None
     tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
     response_format: Annotated[dict[str, str] | None, BeforeValidator(_response_format)] = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
 
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -1,14 +1,16 @@
 """Options: each one's range, on both kinds of request frame, and what stands for the server's defaults."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from headrace.protocol.codec import decode_client_frame
 from headrace.protocol.errors import ErrorCode, FrameError
-from headrace.protocol.frames import RequestFrame
-from headrace.protocol.options import OPENAI_SPELLINGS, OPTION_NAMES, GenerationOptions
+from headrace.protocol.frames import RequestFrame, RequestId
+from headrace.protocol.messages import Submit, decode_command, encode_command
+from headrace.protocol.options import MAX_DEPTH, OPENAI_SPELLINGS, OPTION_NAMES, GenerationOptions
 
 INPUTS: dict[str, dict[str, Any]] = {
     "completion": {"type": "completion", "id": "a", "prompt": "x"},
@@ -141,6 +143,30 @@ def test_what_is_not_served_says_so() -> None:
     with pytest.raises(FrameError) as caught:
         parse("chat", n=2)
     assert (caught.value.code, caught.value.param) == (ErrorCode.NOT_SERVED, "n")
+
+
+@pytest.mark.parametrize("param", ["chat_template_kwargs", "tools[0].function.parameters"])
+@pytest.mark.parametrize("nest", [lambda value: {"a": value}, lambda value: [value, 1]])
+def test_what_is_nested_too_deep_never_reaches_an_engine(param: str, nest: Callable[[Any], Any]) -> None:
+    """It could be read here and not be written to the pipe, which would end the engine process."""
+
+    def fields(depth: int) -> dict[str, Any]:
+        value: Any = 1
+        for _ in range(depth - 1):
+            value = nest(value)
+        value = {"a": value}
+        if param == "chat_template_kwargs":
+            return {param: value}
+        return {"tools": [{"type": "function", "function": {"name": "f", "parameters": value}}]}
+
+    frame = parse("chat", **fields(MAX_DEPTH))
+    options = frame.options.resolve(model="m", max_tokens=1, temperature=0.0, seed=1)
+    submit = Submit(RequestId("r1"), frame.input, options, "", 0.0)
+    assert decode_command(encode_command(submit)) == submit
+    for depth in (MAX_DEPTH + 1, 300, 900):
+        with pytest.raises(FrameError) as caught:
+            parse("chat", **fields(depth))
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_PARAM, param)
 
 
 def test_echo_is_for_completions() -> None:
