@@ -213,9 +213,9 @@ class Connection:
             self._tenant.end_request()
         self.deliver(event)
 
-    def release(self, stream: Stream) -> None:
-        """Let a stream go to another connection."""
-        self._session.release(stream)
+    def release(self, stream: Stream, *, is_elsewhere: bool) -> None:
+        """Let a stream go, to another connection or to be attached here again."""
+        self._session.release(stream, is_elsewhere=is_elsewhere)
         self._outbox.wake()
 
     def deliver(self, event: Event) -> None:

@@ -36,8 +36,8 @@ class Owner(Protocol):
     def deliver(self, event: Event) -> None:
         """Take an event of a stream."""
 
-    def release(self, stream: Stream) -> None:
-        """Let a stream go to another connection."""
+    def release(self, stream: Stream, *, is_elsewhere: bool) -> None:
+        """Let a stream go, to another connection or to be attached to this one again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,8 @@ class ResumableStreams:
         self._cancel = cancel
         self._epoch = epoch
         self._entries: dict[str, Resumable] = {}
+        """Running ones in the order of their start, then ended ones in the order of their end."""
+        self._is_stopping = False
 
     def statistics(self) -> ResumeStatistics:
         """Return what there is to know at this moment."""
@@ -177,7 +179,7 @@ class ResumableStreams:
         missed = rules.frames_for(frame, tenant.name, asyncio.get_running_loop().time())
         rules.apply(AttachmentEvent.RESUME)
         if entry.owner is not None:
-            entry.owner.release(rules.stream)
+            entry.owner.release(rules.stream, is_elsewhere=entry.owner is not owner)
         entry.owner = owner
         if rules.stream.state is not StreamState.DONE:
             entry.stop_timer()
@@ -189,7 +191,11 @@ class ResumableStreams:
             if entry.owner is owner and entry.rules is not None:
                 entry.owner = None
                 entry.rules.apply(AttachmentEvent.LOSE)
-                if entry.rules.stream.state is not StreamState.DONE:
+                if entry.rules.stream.state is StreamState.DONE:
+                    continue
+                if self._is_stopping:
+                    self.cancel(entry, "shutdown")
+                else:
                     self._start_countdown(entry)
 
     def _start_countdown(self, entry: Resumable) -> None:
@@ -197,7 +203,8 @@ class ResumableStreams:
 
     def note_end(self, entry: Resumable) -> None:
         """Keep what an ended stream has sent for as long as the configuration says."""
-        if entry.token in self._entries:
+        if self._entries.pop(entry.token, None) is not None:
+            self._entries[entry.token] = entry  # after those that have ended before
             entry.set_timer(self._config.replay_s, lambda: self.forget(entry))
 
     # --- the way out ---
@@ -207,11 +214,12 @@ class ResumableStreams:
         if entry.rules is not None:
             self._cancel(entry.rules.stream.rid, reason)
 
-    def cancel_detached(self, reason: CancelReason) -> None:
-        """Let all streams end that have no connection."""
+    def begin_stop(self) -> None:
+        """Let all streams end that have no connection, or lose it from now on: nobody can come back."""
+        self._is_stopping = True
         for entry in self._entries.values():
             if entry.owner is None:
-                self.cancel(entry, reason)
+                self.cancel(entry, "shutdown")
 
     def close(self) -> None:
         """Let all streams end, and forget them."""

@@ -184,8 +184,7 @@ class Gateway:
             return
         self._is_draining = True
         deadlines = self._config.deadlines
-        # Nobody can come back for them: no connection is let in any more.
-        self._resumables.cancel_detached("shutdown")
+        self._resumables.begin_stop()  # no connection is let in any more
         for connection in self._connections:
             connection.goaway("shutdown", deadlines.drain_timeout_s)
         if not await self._pool.drain(deadlines.drain_timeout_s):

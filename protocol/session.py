@@ -249,13 +249,16 @@ class Session:
             if stream.has_tokens and stream.options.stream:
                 self._outgoing.send_tokens(stream)
 
-    def release(self, stream: Stream) -> None:
-        """Let a stream go to another connection; the client here is told, unless it has had all of it."""
+    def release(self, stream: Stream, *, is_elsewhere: bool = True) -> None:
+        """Let a stream go, to another connection or to be attached here again.
+
+        The client of another one's is told, unless it has had all of the stream.
+        """
         is_running = self._streams.pop(stream.rid, None) is not None
         if is_running:
             del self._ids[stream.id]
         was_ending = self._outgoing.drop(stream)
-        if self._state is not SessionState.CLOSED and (is_running or was_ending):
+        if is_elsewhere and self._state is not SessionState.CLOSED and (is_running or was_ending):
             frame: DetachedFrame = {"type": "detached", "id": stream.id, "reason": "resumed_elsewhere"}
             self._outgoing.send(frame)
 

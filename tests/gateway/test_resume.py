@@ -11,9 +11,18 @@ import pytest_asyncio
 from gateway_helpers import Client, assert_well_formed, make_gateway, scripted_pool_config, wait_until
 
 from headrace.engine.scripted import scripted_token
-from headrace.gateway.config import AccessConfig, ResumeConfig, TokenConfig
+from headrace.gateway.access import ANYONE
+from headrace.gateway.config import AccessConfig, DeadlinesConfig, ResumeConfig, TokenConfig
+from headrace.gateway.resumables import Resumable, ResumableStreams
 from headrace.gateway.server import Gateway
+from headrace.gateway.tenants import Tenant
 from headrace.pool import Pool
+from headrace.protocol.actions import StartRequest
+from headrace.protocol.frames import ClientId, HelloFrame, RequestId, ResumeFrame
+from headrace.protocol.messages import Delta, Event
+from headrace.protocol.resume import ResumeError
+from headrace.protocol.session import Session, SessionLimits
+from headrace.protocol.stream import Stream, end_without_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -323,3 +332,122 @@ async def test_stopping_cancels_detached_streams() -> None:
         async with asyncio.timeout(2):
             await gateway.stop()
         assert pool.statistics().in_flight == 0
+
+
+async def test_stopping_cancels_streams_that_lose_their_connection_meanwhile() -> None:
+    """At once too: they would only hold up the stop."""
+    async with Pool(scripted_pool_config(slow=5.0)) as pool:
+        await pool.wait_ready(20)
+        gateway = make_gateway(pool, deadlines=replace(DeadlinesConfig(), drain_timeout_s=20))
+        await gateway.start()
+        async with RawClient(gateway.url) as client:
+            await client.start(**LONG)
+            stopping = asyncio.create_task(gateway.stop())
+            await client.receive_type("goaway")
+            client.drop()
+        async with asyncio.timeout(3):
+            await stopping
+        assert pool.statistics().in_flight == 0
+
+
+HELLO: HelloFrame = {
+    "type": "hello",
+    "protocol": "headrace.v1",
+    "server": "headrace/0",
+    "epoch": "e",
+    "models": [],
+    "limits": {
+        "max_frame_bytes": 1,
+        "max_in_flight": 2,
+        "max_queue": 3,
+        "max_tokens": 4,
+        "detach_timeout_ms": 5,
+        "replay_ms": 6,
+        "replay_bytes": 7,
+    },
+    "heartbeat_s": 20.0,
+    "features": [],
+}
+
+
+class SessionOwner:
+    """A connection without a socket."""
+
+    def __init__(self) -> None:
+        self.session = Session(HELLO, SessionLimits(8, 8), list)
+        assert self.read() == ["hello"]
+
+    def deliver(self, event: Event) -> None:
+        """Take an event of a stream."""
+        self.session.deliver(event)
+
+    def release(self, stream: Stream, *, is_elsewhere: bool) -> None:
+        """Let a stream go."""
+        self.session.release(stream, is_elsewhere=is_elsewhere)
+
+    def read(self) -> list[str]:
+        """Return the types of the frames that wait."""
+        now_s, types = asyncio.get_running_loop().time(), []
+        while (data := self.session.next_frame(now_s)) is not None:
+            types.append(json.loads(data)["type"])
+        return types
+
+
+def begin(streams: ResumableStreams, owner: SessionOwner, frame_id: str) -> Resumable:
+    """Start a stream, as a connection does."""
+    resumable = streams.reserve(owner, Tenant(ANYONE))
+    (action,) = owner.session.receive(
+        json.dumps({"type": "completion", "id": frame_id, "prompt": "x", "detach": True})
+    )
+    assert isinstance(action, StartRequest)
+    frame = action.frame
+    rid = RequestId(f"r-{frame_id}")
+    options = frame.options.resolve(model="m", max_tokens=9, temperature=0.0, seed=1)
+    stream = owner.session.accept(
+        frame, rid, options, 0, replay=streams.new_replay(), resume_token=resumable.token
+    )
+    resumable.begin(stream)
+    return resumable
+
+
+def end(resumable: Resumable) -> None:
+    """Let the pool end a stream."""
+    assert resumable.rules is not None
+    stream = resumable.rules.stream
+    resumable.take(Delta(stream.rid, "x", 1))
+    resumable.take(end_without_engine(stream.rid, stream.options, status="completed", reason="", error=None))
+
+
+async def test_resume_on_the_same_connection_before_the_last_frame() -> None:
+    """The stream has ended and its id is free, but its last frames are not sent yet: it has not gone away."""
+    streams, owner, other = ResumableStreams(config(), lambda *_: None, "e"), SessionOwner(), SessionOwner()
+    resumable = begin(streams, owner, "a")
+    end(resumable)
+    frame = ResumeFrame(ClientId("a"), resumable.token, -1)
+    owner.session.attach(*_swap(streams.resume(frame, owner, Tenant(ANYONE)), frame))
+    assert owner.read() == ["accepted", "resumed", "delta", "done"]
+    owner.session.attach(*_swap(streams.resume(frame, owner, Tenant(ANYONE)), frame))
+    assert owner.read() == ["resumed", "delta", "done"]
+    other.session.attach(*_swap(streams.resume(frame, other, Tenant(ANYONE)), frame))
+    assert (owner.read(), other.read()) == ([], ["resumed", "delta", "done"])
+    streams.close()
+
+
+def _swap(found: tuple[Stream, list[bytes]], frame: ResumeFrame) -> tuple[Stream, ResumeFrame, list[bytes]]:
+    return found[0], frame, found[1]
+
+
+async def test_the_stream_that_ended_first_makes_room() -> None:
+    """Not the one that began first, which may have ended this moment."""
+    streams, owner = ResumableStreams(config(max_streams=3), lambda *_: None, "e"), SessionOwner()
+    running, late, early = (begin(streams, owner, name) for name in "abc")
+    end(early)
+    end(late)
+    begin(streams, owner, "d")
+    assert streams.statistics().held == 3
+    for entry, after_seq, answer in ((early, -1, "expired"), (late, 9, "ahead"), (running, 9, "ahead")):
+        assert entry.rules is not None
+        with pytest.raises(ResumeError) as caught:
+            streams.resume(ResumeFrame(entry.rules.stream.id, entry.token, after_seq), owner, Tenant(ANYONE))
+        assert caught.value.reason == answer
+    streams.close()
