@@ -11,7 +11,7 @@ from ..protocol.options import ChatInput
 from .loading.loader import LoadedModel
 from .prefill import DensePrefill
 from .prompt import build_prompt, system_prompt_tokens
-from .prompt_cache import PromptCache
+from .prompt_cache import PromptCache, detach
 from .request import Request
 from .sampling import make_processors, make_sampler
 from .specprefill.policy import SpecPrefill
@@ -108,6 +108,7 @@ class Admission:
         surplus = len(tokens) - (len(request.tokens) - 1)
         if surplus >= 0:
             trim_prompt_cache(cache, surplus)
+            detach(cache)
             request.held_cache = cache
 
     def _cached(self, message: Submit, tokens: list[int]) -> tuple[list[Any], int]:

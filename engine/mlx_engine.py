@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..protocol.errors import ErrorCode, HeadraceError, ServerError
 from ..protocol.frames import FinishReason, RequestId, TokenLogprob, TopLogprob
-from ..protocol.messages import CancelReason, End, EngineInfo, EngineStats, Event, Loading, Submit
+from ..protocol.messages import CancelReason, End, EngineInfo, EngineStats, Event, Loading, Progress, Submit
 from ..protocol.stream import cancelled_error, end_without_engine
 from .admission import Admission
 from .config import EngineConfig
@@ -61,6 +61,7 @@ class MlxEngine:
         self._decoding: dict[int, Request] = {}
         self._paused: dict[RequestId, Request] = {}
         self._cancels: dict[RequestId, CancelReason] = {}
+        self._last_queue_progress_s = 0.0
         self._cached_tokens_total = 0
         self._completion_tokens_total = 0
         self._steps_total = 0
@@ -211,7 +212,8 @@ class MlxEngine:
     def _keep_half_read(self, request: Request) -> None:
         """Keep what was read of a cancelled prompt: clients that cancel often ask again."""
         if isinstance(request.prefill, DensePrefill):
-            num_read = request.num_cached + request.prefill.processed
+            # Not from `num_cached`: a paused request that reads again found another prefix than at first.
+            num_read = len(request.tokens) - 1 - (request.prefill.total - request.prefill.processed)
             self._store(request, request.tokens[:num_read], request.prefill.cache)
 
     def _end_unadmitted(self, message: Submit, arrived_s: float, why: CancelReason | HeadraceError) -> End:
@@ -264,7 +266,8 @@ class MlxEngine:
 
     def _read_prompts(self) -> None:
         """Spend a slice of time on prompts; those that are read, or short, join the batch."""
-        joining = self._prefills.run(others_decode=bool(self._decoding))
+        room = self._config.max_batch_size - len(self._decoding)
+        joining = self._prefills.run(others_decode=bool(self._decoding), room=room)
         if not joining:
             return
         # Rows join together in one step; the first one's caches decide how, and sparse ones know more.
@@ -289,6 +292,9 @@ class MlxEngine:
             if now - request.last_progress_s >= self._config.progress_interval_s:
                 request.last_progress_s = now
                 events.append(request.progress())
+        if self._waiting and now - self._last_queue_progress_s >= self._config.progress_interval_s:
+            self._last_queue_progress_s = now
+            events += [Progress(message.rid, "queue", 0, None) for message, _ in self._waiting]
 
     # --- decoding ---
 
@@ -349,6 +355,8 @@ class MlxEngine:
     ) -> None:
         """End a request that is complete and no longer held anywhere."""
         piece += request.answer.finish()
+        if request.answer.stopped:
+            finish = "stop"  # Also where the token that completes it is the last one allowed.
         events += request.emit(piece, logprobs, num_tokens, last=True)
         if finish == "stop" and request.answer.num_tool_calls:
             finish = "tool_calls"

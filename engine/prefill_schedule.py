@@ -109,9 +109,11 @@ class PrefillSchedule:
         self.tokens_total = 0
         """Tokens read so far, by scoring or prefill."""
 
-    def run(self, *, others_decode: bool) -> list[Request]:
-        """Spend one slice; return the requests that may join the batch, no longer ours.
+    def run(self, *, others_decode: bool, room: int) -> list[Request]:
+        """Spend one slice; return the requests that may join the batch, at most `room`, no longer ours.
 
+        Whoever finds no room waits here: rows that waited in the batch would be merged in that order, and a
+        dense one before a sparse one loses the other's positions (`sparse_cache`).
         A prompt that was short is not read yet; the batch reads what its `prefill` has left.
         """
         slice_s = self._target_s * (1 if others_decode else RELAXED)
@@ -123,6 +125,8 @@ class PrefillSchedule:
             padded = max(longest, left) * (len(joining) + 1)
             fits = self._sizers["prefill"].seconds(padded) <= slice_s
             if request.prefill.done or (fits and isinstance(request.prefill, DensePrefill)):
+                if len(joining) >= room:
+                    break
                 longest = max(longest, left)
                 self.tokens_total += left
             elif joining:
@@ -159,7 +163,8 @@ class PrefillSchedule:
             return
         ended_s = time.monotonic()
         if prefill.phase != phase or prefill.done:
-            request.phase_ms[phase] = (ended_s - request.phase_began_s) * 1e3
+            # What is read again after a pause does not count: the first token has come long ago.
+            request.phase_ms.setdefault(phase, (ended_s - request.phase_began_s) * 1e3)
             request.phase_began_s = ended_s
         if prefill.phase == phase:
             self.tokens_total += prefill.processed - before

@@ -1,8 +1,10 @@
 """The prompts of earlier requests, so that the next turn of a conversation reads only what is new."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, LRUPromptCache
 
 
 class PromptCache:
@@ -32,6 +34,7 @@ class PromptCache:
         One that is larger than the bound is not kept: it would push all others out and then itself.
         """
         if tokens and sum(layer.nbytes for layer in cache) <= self._max_bytes:
+            detach(cache)
             self._cache.insert_cache(tenant, tokens, cache)
 
     @property
@@ -43,3 +46,18 @@ class PromptCache:
     def nbytes(self) -> int:
         """Bytes held."""
         return int(self._cache.nbytes)
+
+
+def detach(cache: Sequence[Any]) -> None:
+    """Have a row's cache that comes out of a batch hold no more memory than its own.
+
+    As mlx-lm extracts it, it is a slice that is not computed yet, or one that shares the batch's buffer:
+    either keeps the caches of all rows alive.
+    """
+    for layer in cache:
+        if isinstance(layer, CacheList):
+            detach(layer.caches)
+            continue
+        if isinstance(layer, ArraysCache):
+            layer.cache = [None if part is None else mx.contiguous(part) for part in layer.cache]
+        mx.async_eval(layer.state)  # type: ignore[no-untyped-call]

@@ -92,9 +92,15 @@ class Request:
         self.specprefill = specprefill_not_run(options, FAILED, num_prompt, self.num_cached)
 
     def prefill_complete(self) -> None:
-        """Note what became of the prompt."""
-        if isinstance(self.prefill, SparsePrefill):
-            self.specprefill = report_of(self.message.options, self.prefill, self.tokens, self.new_decoder)
+        """Note what became of the prompt.
+
+        One that is read again after a pause is no news, unless that made the cache a sparse one.
+        """
+        if not isinstance(self.prefill, SparsePrefill):
+            return
+        report = report_of(self.message.options, self.prefill, self.tokens, self.new_decoder)
+        if self.first_token_s is None or report["applied"] > self.specprefill["applied"]:
+            self.specprefill = report
 
     def progress(self) -> Progress:
         """Return how far the prompt has been read."""

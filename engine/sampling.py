@@ -25,6 +25,9 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 PENALTY_CONTEXT_TOKENS = 256
 """The penalties for repetition, presence and frequency look at so many last tokens, prompt included."""
+MAX_INVERSE_TEMPERATURE = 1e30
+MIN_TOP_P = 1e-30
+"""Temperatures and shares below what float32 can hold mean what the smallest ones do: the likeliest token."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -60,7 +63,7 @@ class SeededSampler:
         first_index: int = 0,
     ) -> None:
         self._seed = seed
-        self._inverse_temperature = 1.0 / temperature
+        self._inverse_temperature = min(1.0 / temperature, MAX_INVERSE_TEMPERATURE)
         self._filters = filters
         self._index = first_index
 
@@ -69,7 +72,8 @@ class SeededSampler:
             logprobs = apply(logprobs)
         key = token_key(self._seed, self._index)
         self._index += 1
-        return mx.random.categorical(logprobs * self._inverse_temperature, key=key)
+        # In half precision a low temperature would make every one of them minus infinity.
+        return mx.random.categorical(logprobs.astype(mx.float32) * self._inverse_temperature, key=key)
 
 
 def make_sampler(options: GenerationOptions, vocab_size: int, first_index: int = 0) -> Sampler:
@@ -82,7 +86,8 @@ def make_sampler(options: GenerationOptions, vocab_size: int, first_index: int =
         return greedy
     filters: list[Callable[[mx.array], mx.array]] = []
     if options.top_p < 1.0:
-        filters.append(lambda x: apply_top_p(x, options.top_p))
+        top_p = max(options.top_p, MIN_TOP_P)
+        filters.append(lambda x: apply_top_p(x, top_p))
     if options.min_p > 0.0:
         filters.append(lambda x: apply_min_p(x, options.min_p))
     if 0 < options.top_k < vocab_size:

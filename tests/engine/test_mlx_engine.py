@@ -1,6 +1,8 @@
 """Tests for engine/mlx_engine.py, with a tiny random model in this process, and with the default model."""
 
 import random
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -188,6 +190,32 @@ def test_a_stop_string_ends_the_answer(new_engine):
     assert end(events, "stopped").finish_reason == "stop"
     assert text(events, "other") == whole
     assert idle(engine)
+
+
+@pytest.mark.parametrize("beside", [{}, {"temperature": 1e-39}, {"temperature": 1e-320, "top_p": 1e-300}])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_the_lowest_temperatures_and_shares_take_the_likeliest_token(loaded, dtype, beside):
+    """Whatever the precision that the model computes in."""
+    model = tiny_model("llama", dtype, vocab_size=VOCABULARY)
+    model_ = replace(loaded, model=model, dtype=dtype)
+    config = EngineConfig(specprefill=SpecPrefillConfig(draft_model="none"))
+    engine = MlxEngine(config, model_, SpecPrefill.load(config.specprefill, model_, lambda p: None), 0.0)
+    submit(engine, "greedy", "hello", cache_prompt=False)
+    likeliest = tokens_of(run(engine), "greedy")
+    for number, kind in enumerate(({"temperature": 1e-5}, {"temperature": 1.0, "top_p": 1e-46}, beside)):
+        submit(engine, str(number), "hello", cache_prompt=False, **kind)
+        assert tokens_of(run(engine), str(number)) == likeliest
+
+
+def test_a_stop_string_that_the_last_token_completes_is_the_reason(new_engine):
+    """Not the limit: the answer is whole."""
+    engine = new_engine()
+    submit(engine, "whole", "hello", max_tokens=6)
+    whole = text(run(engine), "whole")
+    first = whole.index(whole[-1])
+    submit(engine, "a", "hello", max_tokens=first + 1, stop=[whole[-1]])
+    events = run(engine)
+    assert (text(events, "a"), end(events, "a").finish_reason) == (whole[:first], "stop")
 
 
 def test_echo_repeats_the_prompt_first(new_engine):
@@ -428,6 +456,28 @@ def test_the_prompt_cache_keeps_to_its_bytes(new_engine):
     assert engine.stats.prompt_cache_entries > 0
 
 
+def test_what_the_prompt_cache_holds_is_all_that_stays(new_engine):
+    """Its rows do not keep the batches alive that they were part of."""
+    engine = new_engine(max_chunk_tokens=64, chunk_target_ms=50.0)
+    before = mx.get_active_memory()
+    for number in range(16):
+        submit(engine, str(number), [(number * 13 + i) % 250 for i in range(300)], max_tokens=5 + number)
+    run(engine)
+    assert engine.stats.prompt_cache_entries == 16
+    assert mx.get_active_memory() - before < 1.5 * engine.stats.prompt_cache_bytes
+
+
+def test_a_prompt_that_waits_in_line_says_so(new_engine):
+    """While others are read there is something to hear."""
+    engine = new_engine(max_prefills=1)
+    submit(engine, "first", [7] * 300)
+    submit(engine, "second", [8] * 300)
+    events = run(engine, until=lambda ev: engine.stats.prefill_tokens_total >= 64)
+    heard = [e for e in events if isinstance(e, Progress) and e.rid == "second"]
+    assert len(heard) >= 2
+    assert {(e.phase, e.total) for e in heard} == {("queue", None)}
+
+
 # --- going on with a stream ---
 
 KINDS = [
@@ -497,6 +547,22 @@ def test_a_paused_stream_can_be_cancelled(new_engine):
     assert engine.busy, "or nobody would call step"
     assert end(events + engine.step(), "a").status == "cancelled"
     assert idle(engine)
+
+
+def test_a_stream_that_is_cancelled_as_it_goes_on_leaves_a_cache_of_its_tokens(new_engine):
+    """And not of fewer: what it found in the cache at first is not what it holds now."""
+    engine = new_engine()
+    prompt = list(range(1, 40))
+    submit(engine, "warm", prompt[:20], max_tokens=1)
+    run(engine)
+    submit(engine, "a", prompt, credit=3)
+    run(engine)
+    engine.credit(RequestId("a"), 5)
+    engine.cancel(RequestId("a"), "client")
+    run(engine)
+    for subject in (engine, fresh := new_engine()):
+        submit(subject, "next", [*prompt[:20], 90, 91, 92])
+    assert text(run(engine), "next") == text(run(fresh), "next")
 
 
 # --- SpecPrefill ---
@@ -569,6 +635,42 @@ def test_sparse_and_dense_requests_in_one_batch_get_what_each_gets_alone(new_eng
         together = run(engine)
         assert {rid: text(together, rid) for rid in alone} == alone
     assert alone["dense"] != alone["sparse"]
+
+
+def test_streams_that_go_on_in_a_full_batch_do_not_move_a_sparse_one(new_engine):
+    """It decodes at its own positions, whoever waits for a place before it."""
+    engine = new_engine(max_batch_size=2)
+    submit(engine, "sparse", LONG, **SPARSE)
+    alone = text(run(engine), "sparse")
+    for rid in ("p", "q"):
+        submit(engine, rid, f"paused {rid}", credit=1, max_tokens=20)
+    run(engine)
+    submit(engine, "a", "hello there", max_tokens=60)
+    events = run(engine, until=lambda ev: text(ev, "a") != "")
+    submit(engine, "sparse", LONG, **SPARSE)
+    events += engine.step()
+    for rid in ("p", "q"):
+        engine.credit(RequestId(rid), 20)
+        events += engine.step() + engine.step()
+    for _ in range(30):
+        events += engine.step()
+    assert engine.stats.scoring == 0
+    for rid in ("a", "p"):
+        engine.cancel(RequestId(rid), "client")
+    assert text(run(engine, events), "sparse") == alone
+    assert idle(engine)
+
+
+def test_the_report_of_a_paused_stream_is_that_of_its_prompt(new_engine):
+    """What is read again after a pause is longer, and its time is not the prompt's."""
+    engine = new_engine()
+    submit(engine, "a", LONG, credit=4, max_tokens=8, **SPARSE)
+    events = run(engine)
+    time.sleep(0.1)
+    engine.credit(RequestId("a"), 100)
+    last = end(run(engine, events), "a")
+    assert last.specprefill["prompt_tokens"] == last.usage["prompt_tokens"] == len(LONG)
+    assert last.timings["score_ms"] + last.timings["prefill_ms"] <= last.timings["ttft_ms"]
 
 
 def test_a_sparse_request_leaves_no_trace_in_the_prompt_cache(new_engine):
