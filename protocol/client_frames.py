@@ -22,6 +22,8 @@ RequestId = NewType("RequestId", str)
 """A request's id inside the server: unique in the life of a server."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_MAX_ERRORS = 100
+"""With more errors in a frame nobody looks for the one to name: each costs memory and time to be told."""
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 
@@ -188,6 +190,9 @@ def _validate(model: type[_Model], data: Any, frame_id: ClientId | None) -> _Mod
 
 def _frame_error(error: ValidationError, frame_id: ClientId | None) -> FrameError:
     """Turn the most telling of pydantic's errors into the one that the client gets."""
+    if (num_errors := error.error_count()) > _MAX_ERRORS:
+        message = f"{num_errors} fields are missing, unknown or out of their ranges"
+        return FrameError(ErrorCode.INVALID_PARAM, message, frame_id=frame_id)
     # Of a union's errors those of the branch that got furthest tell the most; a wrong type got nowhere.
     first = max(
         error.errors(include_url=False, include_input=False),

@@ -95,9 +95,12 @@ class GenerationOptions(BaseModel):
         ]
         | None
     ) = None
-    stop: Annotated[list[StopString], BeforeValidator(_stop_list), Field(max_length=MAX_STOP_STRINGS)] = (
-        Field(default_factory=list)
-    )
+    stop: Annotated[
+        list[StopString],
+        Field(fail_fast=True),
+        BeforeValidator(_stop_list),
+        Field(max_length=MAX_STOP_STRINGS),
+    ] = Field(default_factory=list)
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
@@ -227,9 +230,9 @@ class ChatMessage(_Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
 
@@ -281,8 +284,8 @@ def _response_format(value: Any) -> Any:
 class ChatInput(_Strict):
     """What a `chat` frame has beside its options."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
     response_format: Annotated[dict[str, str] | None, BeforeValidator(_response_format)] = None
     chat_template_kwargs: FreeObject | None = None
@@ -294,4 +297,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 class CompletionInput(_Strict):
     """What a `completion` frame has beside its options."""
 
-    prompt: Annotated[str, StringConstraints(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
+    prompt: (
+        Annotated[str, StringConstraints(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+    )

@@ -1,6 +1,7 @@
 """Options: each one's range, on both kinds of request frame, and what stands for the server's defaults."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,33 @@ def test_what_is_nested_too_deep_never_reaches_an_engine(param: str, nest: Calla
         with pytest.raises(FrameError) as caught:
             parse("chat", **fields(depth))
         assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_PARAM, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [-1] * 50_000}, "prompt[0]"),
+        ({"prompt": "x", "stop": [1] * 50_000}, "stop[0]"),
+        ({"type": "chat", "messages": [{}] * 50_000}, "messages[0].role"),
+        ({"type": "chat", "messages": [{"role": "user", "content": [{}] * 50_000}]}, "messages[0].content"),
+        ({"prompt": "x", **{f"field_{index}": 1 for index in range(50_000)}}, None),
+        ({"prompt": "x", "logit_bias": {str(index): 101 for index in range(50_000)}}, None),
+    ],
+)
+def test_a_frame_full_of_errors_costs_no_more_than_one(fields: dict[str, Any], param: str | None) -> None:
+    """Told one by one, those of a frame of some megabytes would take minutes and gigabytes."""
+    data = json.dumps({"type": "completion", "id": "a", **fields})
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError) as caught:
+            decode_client_frame(data)
+        assert tracemalloc.get_traced_memory()[1] < 50 * len(data)
+    finally:
+        tracemalloc.stop()
+    error = caught.value
+    assert (error.code, error.frame_id) == (ErrorCode.INVALID_PARAM, "a")
+    assert (error.param or "").startswith(param or "")
+    assert (error.param is None) == (param is None)
 
 
 def test_echo_is_for_completions() -> None:
