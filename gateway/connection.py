@@ -31,6 +31,9 @@ from .resumables import Resumable, ResumableStreams
 from .sockets import GatewaySocket
 from .tenants import Tenant
 
+_FRAMES_PER_TURN = 16
+"""Messages of one client that are handled before others have their turn."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +108,9 @@ class Connection:
         self._outbox.wake()
         try:
             while True:
-                self._do(self._session.receive(await self._socket.recv()))
+                for _ in range(_FRAMES_PER_TURN):
+                    self._do(self._session.receive(await self._socket.recv()))
+                await asyncio.sleep(0)  # `recv` doesn't wait while there are messages
         except ConnectionClosed:
             pass
         finally:

@@ -12,6 +12,8 @@ from headrace.engine.scripted import scripted_token
 from headrace.gateway.config import LimitsConfig
 from headrace.gateway.server import Gateway
 from headrace.pool import Pool
+from headrace.protocol.actions import Action
+from headrace.protocol.session import Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -134,6 +136,34 @@ async def test_models_are_listed(gateway: Gateway) -> None:
         await client.send(type="models", id="m")
         answer = await client.receive()
     assert answer == {"type": "models", "id": "m", "models": client.hello["models"]}
+
+
+async def test_many_messages_at_once_leave_others_their_turns(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that sends as fast as it can does not keep the event loop."""
+    counts, receive = [0], Session.receive
+
+    def counted(session: Session, data: str | bytes) -> list[Action]:
+        counts[-1] += 1
+        return receive(session, data)
+
+    async def count_turns() -> None:
+        while True:
+            counts.append(0)
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Session, "receive", counted)
+    async with Client(gateway.url) as client:
+        counting = asyncio.create_task(count_turns())
+        payload = b'{"type": "ping", "nonce": 1}'
+        message = bytes([0x81, 0x80 | len(payload), 0, 0, 0, 0]) + payload
+        client.socket.transport.write(message * 2000)
+        for _ in range(2000):
+            assert (await client.receive())["type"] == "pong"
+        counting.cancel()
+    assert sum(counts) == 2000
+    assert max(counts) <= 100
 
 
 async def test_refusals_name_what_is_wrong(gateway: Gateway) -> None:
