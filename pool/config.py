@@ -24,6 +24,8 @@ class PoolConfig:
     """Requests that one engine process is given at a time."""
     max_paused: int = 64
     """Requests beyond those that an engine process may hold while their clients give no credit."""
+    paused_timeout_s: float = 600.0
+    """How long a request may wait for credit; then it is cancelled with reason `slow_consumer`."""
     max_queue: int = 64
     """Requests of one model that may wait for an engine process, those not counted whose engine was lost.
 
@@ -95,6 +97,7 @@ class PoolConfig:
         for name in (
             "progress_interval_s",
             "cancel_timeout_s",
+            "paused_timeout_s",
             "hang_timeout_s",
             "load_timeout_s",
             "restart_backoff_initial_s",

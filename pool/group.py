@@ -156,6 +156,8 @@ class WorkerGroup:
         match request.state:
             case RequestState.QUEUED | RequestState.PARKED:
                 self._finish_here(request, request.cancelled_end(reason, self._loop.time()))
+                if request.is_recovering:
+                    self._dispatch()  # Fresh ones had left room for it.
             case RequestState.RUNNING:
                 request.apply(RequestEvent.CANCEL)
                 request.cancel_reason = reason
@@ -170,6 +172,7 @@ class WorkerGroup:
         if request.window is None or request.state is RequestState.ENDED:
             return
         request.window.grant(num_tokens)
+        self._watch_credit(request)
         if request.state is RequestState.PARKED:
             self._parked.remove(request)
             request.apply(RequestEvent.CREDIT)
@@ -186,6 +189,14 @@ class WorkerGroup:
         if request.state is RequestState.RUNNING and (due := request.window.take_due(request.num_tokens)):
             seat.worker.send(Credit(request.rid, due))
         return seat.note_pause(request)
+
+    def _watch_credit(self, request: Request) -> None:
+        """Let a request go, in the end, whose client allows no more tokens."""
+        if not request.lacks_credit:
+            request.stop_credit_timer()
+        elif request.credit_timer is None:
+            limit_s = self._config.paused_timeout_s
+            request.credit_timer = self._loop.call_later(limit_s, self.cancel, request, "slow_consumer")
 
     def _seat_of(self, request: Request) -> Seat:
         return next(seat for seat in self._seats.values() if request.rid in seat.requests)
@@ -290,6 +301,7 @@ class WorkerGroup:
             else:
                 held = request.record.num_deaths
                 request.deliver(event, now_s)
+                self._watch_credit(request)
                 has_room |= self._pass_credit(seat, request)
                 has_room |= bool(held and self._line.num_recovering)
         if has_room:
@@ -363,9 +375,7 @@ class WorkerGroup:
         """Release a request: the one place where it leaves the queue, its worker and the pool."""
         was = request.state
         request.apply(RequestEvent.END)
-        for timer in request.timers:
-            timer.cancel()
-        request.timers.clear()
+        request.stop_timers()
         match was:
             case RequestState.QUEUED:
                 self._line.remove(request)

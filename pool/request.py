@@ -134,6 +134,8 @@ class Request:
         self._has_deltas = False
         self.timers: list[asyncio.TimerHandle] = []
         """Cancelled when it ends."""
+        self.credit_timer: asyncio.TimerHandle | None = None
+        """There while it lacks credit."""
         self._state = RequestState.QUEUED
         self._sink = sink
 
@@ -160,16 +162,34 @@ class Request:
         return self.window is not None and self.window.is_paused(self.num_tokens)
 
     @property
+    def lacks_credit(self) -> bool:
+        """Whether its client allows no more tokens."""
+        return self.window is not None and self.window.left(self.num_tokens) <= 0
+
+    @property
     def num_to_read(self) -> int:
         """About how many tokens another engine must read before it can go on."""
         return (self.prompt_tokens or self._estimated_prompt_tokens) + self.num_tokens
 
     def lose_engine(self) -> None:
         """Go back to the queue, or wait for credit: the engine has gone. The client has yet to be told."""
-        may_go_on = self.window is None or self.window.left(self.num_tokens) > 0
-        self.apply(RequestEvent.LOSE if may_go_on else RequestEvent.PARK)
+        self.apply(RequestEvent.PARK if self.lacks_credit else RequestEvent.LOSE)
         self.is_recovering = True
+        self.record.tokens_here = 0
         self._was_recovered = self.num_tokens > 0
+
+    def stop_credit_timer(self) -> None:
+        """Note that its client allows more tokens, or need not."""
+        if self.credit_timer is not None:
+            self.credit_timer.cancel()
+            self.credit_timer = None
+
+    def stop_timers(self) -> None:
+        """Forget all timers: it has ended."""
+        self.stop_credit_timer()
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
 
     def deliver(self, event: Event, now_s: float = 0.0) -> None:
         """Hand an event to the sink, which must not raise; a broken one gets nothing more."""

@@ -380,6 +380,51 @@ async def test_recovery_of_a_paused_stream():
         await eventually(lambda: pool.statistics().workers[0].status.stats.paused == 1)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_who_gets_no_credit_is_let_go_in_the_end(is_lost: bool):
+    """Paused in its engine or parked without one; credit starts the time anew."""
+    async with Pool(make_config(model(scripted_token_delay_ms=1), paused_timeout_s=0.4)) as pool:
+        await all_ready(pool)
+        paused, credited = Recorder(), Recorder()
+        rids = [pool.start(frame(max_tokens=30, window=5), sink).rid for sink in (paused, credited)]
+        await asyncio.gather(paused.tokens(5), credited.tokens(5))
+        if is_lost:
+            kill_first(pool, signal.SIGKILL)
+            await eventually(lambda: pool.statistics().queued == {"words": 2})
+        assert not paused.ends
+        await asyncio.sleep(200 * MS)
+        pool.credit(rids[1], 1)
+        end = await paused.end()
+        assert (end.status, end.reason, end.usage["completion_tokens"]) == ("cancelled", "slow_consumer", 5)
+        assert not credited.ends
+        pool.credit(rids[1], 100)
+        assert (await credited.end()).status == "completed"
+        assert_idle(pool)
+        await engines_idle(pool)
+
+
+async def test_a_cancelled_suspect_leaves_its_room_to_others():
+    """Room was kept for one that had to wait beside a long prompt; without it, nobody waits."""
+    spec = model(scripted_token_delay_ms=20, scripted_prefill_tokens_per_s=1000, max_chunk_tokens=50)
+    async with Pool(make_config(spec, max_in_flight=2)) as pool:
+        await all_ready(pool)
+        reading, waiting, fresh = Recorder(), Recorder(), Recorder()
+        rid = pool.start(frame("two", max_tokens=LONG), waiting).rid
+        await waiting.tokens(1)
+        pool.start(frame("word " * 3000, max_tokens=LONG), reading)
+        await eventually(lambda: pool.statistics().queued == {"words": 0})
+        kill_first(pool, signal.SIGKILL)
+        await eventually(lambda: recoveries(waiting) == recoveries(reading) == 1)
+        await all_ready(pool)
+        await eventually(lambda: pool.statistics().queued == {"words": 1})
+        assert reading.num_tokens == 0
+        pool.start(frame("three", max_tokens=3), fresh)
+        assert pool.statistics().queued == {"words": 2}
+        pool.cancel(rid, "client")
+        assert (await fresh.end()).status == "completed"
+        assert not reading.ends
+
+
 # --- everything at once -------------------------------------------------------------------------------------
 
 

@@ -131,6 +131,7 @@ def test_without_credit_it_needs_no_engine():
     assert request.is_paused
     request.lose_engine()
     assert request.state is RequestState.PARKED
+    assert request.record.tokens_here == 0, "it has made none in its next engine"
 
 
 def test_without_the_ids_of_its_tokens_it_cannot_go_on():
