@@ -230,6 +230,9 @@ class Client:
             if isinstance(error, ConnectError):
                 raise
             raise ConnectError(error.code, error.message, retryable=error.retryable) from error
+        except BaseException:
+            socket.transport.abort()  # Nobody else knows of it.
+            raise
         self._socket = socket
         self._wake_writer()
 

@@ -206,6 +206,8 @@ class ClientCore:
         try:
             frame = orjson.loads(data)
             kind = frame["type"]
+            if not isinstance(frame.get("id"), str | None):
+                raise TypeError
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise ProtocolError("protocol_error", "the server sent something that is no frame") from None
         if self._state is CoreState.CONNECTING:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gateway_helpers import make_gateway, scripted_pool_config, wait_until
+from websockets.asyncio.server import ServerConnection, serve
 
 from headrace.client import (
     Accepted,
@@ -283,6 +284,27 @@ async def test_no_server_is_a_connect_error(url: str) -> None:
     with pytest.raises(ConnectError) as caught:
         await connect(url).__aenter__()
     assert (caught.value.code, caught.value.started) == ("connect_failed", False)
+
+
+async def test_giving_up_on_a_server_without_hello_leaves_no_connection() -> None:
+    """Cancelled while it waits: nobody else knows of the socket."""
+    is_open, is_gone = asyncio.Event(), asyncio.Event()
+
+    async def say_nothing(socket: ServerConnection) -> None:
+        is_open.set()
+        await socket.wait_closed()
+        is_gone.set()
+
+    async with serve(say_nothing, "127.0.0.1", 0) as server:
+        url = f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/stream"
+        entering = asyncio.create_task(connect(url).__aenter__())
+        await is_open.wait()
+        await asyncio.sleep(0.05)
+        entering.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await entering
+        async with asyncio.timeout(2):
+            await is_gone.wait()
 
 
 async def test_a_stopping_server_ends_the_client() -> None:

@@ -143,7 +143,10 @@ def test_a_frame_out_of_place_ends_the_stream_and_no_other(frame: str) -> None:
     assert other.result is not None
 
 
-@pytest.mark.parametrize("data", ["", "[]", "{}", "nonsense", b"\xff"])
+@pytest.mark.parametrize(
+    "data",
+    ["", "[]", "{}", "nonsense", b"\xff", '{"type": "delta", "id": []}', '{"type": "error", "id": {}}'],
+)
 def test_what_is_no_frame_is_an_error(data: str | bytes) -> None:
     """Of the whole connection."""
     with pytest.raises(ProtocolError):
