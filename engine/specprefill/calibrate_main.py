@@ -13,13 +13,13 @@ from typing import Any, TextIO
 
 from ..loading.loader import LoadProgress, ModelLoadError, load_model
 from ..loading.model_files import cache_folder
-from .calibration import Calibration, calibrate, save_calibration
+from .calibration import LONG_TIMES, Calibration, calibrate, save_calibration
 from .model_support import check_carry_on, specprefill_support
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do: `model` as for `load_model`; so many prompts of about so many tokens."""
+    """What to do: `model` as for `load_model`; so many prompts of about so many tokens, some longer."""
 
     model: str | None
     num_prompts: int
@@ -57,6 +57,7 @@ def find_layers(job: Job, out: TextIO) -> dict[str, Any]:
         loaded.config,
         num_prompts=job.num_prompts,
         prompt_tokens=job.prompt_tokens,
+        long_prompt_tokens=min(LONG_TIMES * job.prompt_tokens, loaded.context_length - 1),
         on_progress=lambda done, total: report(LoadProgress("read", done, total, "prompts")),
     )
     path = save_calibration(calibration, cache_folder() / "calibrations")

@@ -3,8 +3,9 @@
 Retrieval starts sharply at one depth (arXiv 2409.17422, section 3), and a layer beside a good one may find
 nothing, so a fixed share of the depth is a gamble. For each attention layer the recall of the needle's
 tokens at each keep rate is measured with the selection that requests use. Scoring stops at the last layer
-of a set, so depth has its price: a set of layers that is deeper must find that much more. A model nobody
-calibrated uses ``scoring.default_layers``.
+of a set, so depth has its price: a set of layers that is deeper must find that much more. A layer that finds
+everything in short prompts may find nothing in long ones (the default model's layer 8: all at 750 tokens,
+half at 2000), so every fourth prompt is long. A model nobody calibrated uses ``scoring.default_layers``.
 
 Files are named by the model's fingerprint: in the cache folder, or shipped in ``engine/calibrations/``.
 """
@@ -31,11 +32,16 @@ from .seams import layer_list
 from .selection import Scores, SelectionRule, select, smooth
 from .sparse_cache import has_keys
 
-FORMAT = 1
+FORMAT = 2
 SHIPPED = Path(__file__).parent / "calibrations"
 MAX_LAYERS = 3
 RECALL_PER_DEPTH = 0.2
 """What the whole depth of the model is worth in recall: a tenth of the layers saved may cost 0.02 of it."""
+
+LONG_EVERY = 4
+"""One prompt of so many is long."""
+LONG_TIMES = 4
+"""So many times as long as the others."""
 
 OnProgress = Callable[[int, int], None]
 
@@ -59,6 +65,7 @@ class Calibration:
     chosen_recall: tuple[float, ...]
     num_prompts: int
     prompt_tokens: int
+    long_prompt_tokens: int
 
     def scorer(self, model: Any, name: str = "self") -> Scorer:
         """Return the scorer of the calibrated model."""
@@ -77,6 +84,7 @@ def calibrate(
     *,
     num_prompts: int = 24,
     prompt_tokens: int = 750,
+    long_prompt_tokens: int | None = None,
     keep_pcts: Sequence[float] = (0.15, 0.2, 0.3),
     rule: SelectionRule | None = None,
     max_depth: float = 0.8,
@@ -85,11 +93,13 @@ def calibrate(
 ) -> Calibration:
     """Read ``num_prompts`` prompts up to ``max_depth`` of the layers and choose the best few layers.
 
-    Takes about as long as prefilling them. ``rule``: the selection requests will use (keep_pct is not read).
+    Takes about as long as prefilling them. ``long_prompt_tokens``: of every fourth one; None: four times
+    ``prompt_tokens``. ``rule``: the selection requests will use (keep_pct is not read).
     ``on_progress(done, total)`` is called after each prompt. The same model gives the same result.
     """
     layers = candidate_layers(model, max_depth)
-    prompts = calibration_prompts(tokenizer, num_prompts, prompt_tokens)
+    long_prompt_tokens = long_prompt_tokens or LONG_TIMES * prompt_tokens
+    prompts = calibration_prompts(tokenizer, num_prompts, prompt_tokens, long_prompt_tokens)
     scores: list[dict[int, Scores]] = []
     for number, prompt in enumerate(prompts, start=1):
         reader = PromptReader(model, prompt.tokens, layers, num_queries=DEFAULT_NUM_QUERIES)
@@ -121,6 +131,7 @@ def calibrate(
         chosen_recall=recall(best),
         num_prompts=num_prompts,
         prompt_tokens=prompt_tokens,
+        long_prompt_tokens=long_prompt_tokens,
     )
 
 
@@ -142,15 +153,17 @@ def choose_layers(
     return min(found)[2]
 
 
-def calibration_prompts(tokenizer: Any, num_prompts: int, prompt_tokens: int) -> list[PasskeyPrompt]:
-    """Return prompts of the three kinds of needle in turn, the depths spread evenly."""
+def calibration_prompts(
+    tokenizer: Any, num_prompts: int, prompt_tokens: int, long_prompt_tokens: int
+) -> list[PasskeyPrompt]:
+    """Return prompts of the three kinds of needle in turn, every fourth long, the depths spread evenly."""
     depths = [(number + 0.5) / num_prompts for number in range(num_prompts)]
     # Any kind of needle should meet all depths: walk them in steps that share no factor with their number.
     stride = next(step for step in (5, 7, 11, 1) if math.gcd(step, num_prompts) == 1)
     return [
         passkey_prompt(
             tokenizer,
-            num_tokens=prompt_tokens,
+            num_tokens=long_prompt_tokens if number % LONG_EVERY == LONG_EVERY - 1 else prompt_tokens,
             depth=depths[number * stride % num_prompts],
             seed=100 + number,
             needle=NEEDLES[number % len(NEEDLES)],

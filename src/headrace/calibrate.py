@@ -106,6 +106,7 @@ class _Display:
         self._bars: Progress | None = None
         self._stage = ""
         self._line_due_s = 0.0
+        self._is_told = False
 
     def __enter__(self) -> "_Display":
         if self._console.is_terminal:
@@ -134,15 +135,16 @@ class _Display:
             self._bars.update(self._tasks[stage], completed=done, total=total)
             return
         now_s = time.monotonic()
-        if stage != self._stage or now_s >= self._line_due_s or done == total:
-            self._stage, self._line_due_s = stage, now_s + _LINE_INTERVAL_S
+        is_new = stage != self._stage
+        if is_new or now_s >= self._line_due_s or (done == total and not self._is_told):
+            self._stage, self._line_due_s, self._is_told = stage, now_s + _LINE_INTERVAL_S, done == total
             of = f" of {total}" if total is not None else ""
             print(f"headrace: {stage} {done}{of} {unit}", file=self._stream, flush=True)
 
 
 def _print_result(result: dict[str, Any], console: Console) -> None:
     layers, keep_pcts = result["layers"], result["keep_pcts"]
-    table = Table(title=f"{result['name']}: share of what matters that is kept", min_width=48)
+    table = Table(title=f"{result['name']}: recall of hidden facts", min_width=48)
     table.add_column("layer", justify="right")
     for keep_pct in keep_pcts:
         table.add_column(f"keep {keep_pct:.0%}", justify="right")

@@ -10,7 +10,10 @@ def calibrate(
         str | None, typer.Option(help="A folder or a hub name. Without it: the default model.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=3, max=1000, help="Prompts to read.")] = 24,
-    tokens: Annotated[int, typer.Option(min=200, max=100_000, help="Tokens of each prompt, about.")] = 750,
+    tokens: Annotated[
+        int,
+        typer.Option(min=200, max=100_000, help="Tokens of a prompt; every fourth is four times as long."),
+    ] = 750,
 ) -> None:
     """Find the layers by which SpecPrefill scores a model's prompts, and store them for later servers."""
     from .calibrate import CalibrateError

@@ -13,6 +13,7 @@ from tiny_models import CONFIGS, VOCABULARY, tiny_model
 
 from headrace.engine.specprefill.calibration import (
     calibrate,
+    calibration_prompts,
     candidate_layers,
     choose_layers,
     load_calibration,
@@ -53,6 +54,12 @@ def test_the_needle_is_where_the_prompt_says(template: str | None, depth: float)
         assert prompt == passkey_prompt(tokenizer, num_tokens=1500, depth=depth, seed=4, needle=needle)
         other = passkey_prompt(tokenizer, num_tokens=1500, depth=depth, seed=5, needle=needle)
         assert prompt.tokens != other.tokens
+
+
+def test_every_fourth_prompt_is_long() -> None:
+    """A layer that finds things in short prompts only must not look good."""
+    lengths = [len(prompt.tokens) for prompt in calibration_prompts(Letters(), 8, 400, 1600)]
+    assert [length > 1200 for length in lengths] == [False, False, False, True] * 2
 
 
 def test_the_shallowest_good_set_is_chosen() -> None:
@@ -153,8 +160,8 @@ def test_shipped_calibration_finds_the_needle_in_the_default_model() -> None:
     for number in range(3):
         prompt = passkey_prompt(
             loaded.tokenizer,
-            num_tokens=600,
-            depth=0.2 + 0.3 * number,
+            num_tokens=(600, 2000, 600)[number],
+            depth=(0.2, 0.1, 0.8)[number],
             seed=700 + number,
             needle=NEEDLES[number],
         )
