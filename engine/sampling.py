@@ -6,11 +6,11 @@ request's seed and of `i` alone (a counter-based generator), so that the text do
 in the batch.
 """
 
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
 from mlx_lm.sample_utils import (
-    apply_min_p,
     apply_top_k,
     apply_top_p,
     greedy_sampler,
@@ -76,6 +76,12 @@ class SeededSampler:
         return mx.random.categorical(logprobs.astype(mx.float32) * self._inverse_temperature, key=key)
 
 
+def _apply_min_p(logprobs: mx.array, log_min_p: float) -> mx.array:
+    """Drop what is less likely than a share of the likeliest; mlx-lm's is compiled anew for each share."""
+    likeliest = mx.max(logprobs, axis=-1, keepdims=True)
+    return mx.where(logprobs < likeliest + log_min_p, -mx.inf, logprobs)
+
+
 def make_sampler(options: GenerationOptions, vocab_size: int, first_index: int = 0) -> Sampler:
     """Return the sampler of a request: (1, vocabulary) log probabilities in, (1,) token ids out.
 
@@ -86,10 +92,12 @@ def make_sampler(options: GenerationOptions, vocab_size: int, first_index: int =
         return greedy
     filters: list[Callable[[mx.array], mx.array]] = []
     if options.top_p < 1.0:
-        top_p = max(options.top_p, MIN_TOP_P)
+        # An array, not a number: mlx-lm compiles this filter anew for each number, which takes a second.
+        top_p = mx.array(max(options.top_p, MIN_TOP_P))
         filters.append(lambda x: apply_top_p(x, top_p))
     if options.min_p > 0.0:
-        filters.append(lambda x: apply_min_p(x, options.min_p))
+        log_min_p = math.log(options.min_p)
+        filters.append(lambda x: _apply_min_p(x, log_min_p))
     if 0 < options.top_k < vocab_size:
         filters.append(lambda x: apply_top_k(x, options.top_k))
     return SeededSampler(options.seed or 0, options.temperature, filters, first_index)

@@ -1,9 +1,14 @@
 """Tests for engine/sampling.py."""
 
+import math
+import random
+import time
+
 import mlx.core as mx
 import pytest
+from mlx_lm.sample_utils import apply_min_p
 
-from headrace.engine.sampling import make_processors, make_sampler, token_key
+from headrace.engine.sampling import _apply_min_p, make_processors, make_sampler, token_key
 from headrace.protocol.errors import RequestError
 from headrace.protocol.options import GenerationOptions
 
@@ -55,6 +60,29 @@ def test_draws_follow_the_distribution():
     expected = mx.exp(logits())[0, best].item()
     tokens = draws(2000)
     assert tokens.count(best) / 2000 == pytest.approx(expected, abs=0.05)
+
+
+def test_a_new_share_costs_no_compilation():
+    """A compiler that runs for each number that clients think of would stop everybody's tokens."""
+    make_sampler(options(top_p=0.5, min_p=0.5), VOCABULARY)(logits()).item()
+    began_s = time.monotonic()
+    for _ in range(40):
+        top_p, min_p = random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)
+        make_sampler(options(top_p=top_p, min_p=min_p), VOCABULARY)(logits()).item()
+    assert time.monotonic() - began_s < 8.0
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_min_p_is_that_of_mlx_lm(dtype):
+    """The same tokens are left."""
+    values = logits().astype(dtype)
+    for min_p in (1e-9, 0.01, 0.2, 1.0):
+        left = set(draws(300, min_p=min_p))
+        kept = apply_min_p(values, min_p)[0].tolist()
+        assert left <= {token for token, value in enumerate(kept) if value > -mx.inf}
+        ours = _apply_min_p(values, math.log(min_p))
+        assert ours.dtype == dtype
+        assert ours[0].tolist() == kept
 
 
 def test_greedy_requests_share_one_sampler():
