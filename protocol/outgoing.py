@@ -27,6 +27,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._items: deque[bytes | _Taker | _LastFrame] = deque()
+        self._with_tokens: deque[Stream] = deque()  # of the places for tokens among them, in order
         self._ready_bytes = 0
 
     def __bool__(self) -> bool:
@@ -35,8 +36,7 @@ class Outgoing:
     @property
     def buffered_bytes(self) -> int:
         """About how much waits, in bytes: frames, and tokens that no frame holds yet."""
-        takers = (item for item in self._items if isinstance(item, _Taker) and item.kind is Delta)
-        return self._ready_bytes + sum(taker.stream.pending_bytes for taker in takers)
+        return self._ready_bytes + sum(stream.pending_bytes for stream in self._with_tokens)
 
     def send(self, frame: object) -> None:
         """Add a frame."""
@@ -50,6 +50,7 @@ class Outgoing:
     def send_tokens(self, stream: Stream) -> None:
         """Add a place for all tokens of a stream that wait when its turn comes."""
         self._items.append(_Taker(stream, Delta))
+        self._with_tokens.append(stream)
 
     def send_progress(self, stream: Stream) -> None:
         """Add a place for a stream's newest progress."""
@@ -72,6 +73,7 @@ class Outgoing:
                 case _LastFrame():
                     return _keep(item.stream, item.stream.done(), now_s)
                 case _Taker() if item.kind is Delta:
+                    self._with_tokens.popleft()
                     if (delta := item.stream.take_delta()) is not None:
                         return _keep(item.stream, delta, now_s)
                 case _Taker():
@@ -84,11 +86,13 @@ class Outgoing:
         kept = [item for item in self._items if isinstance(item, bytes) or item.stream is not stream]
         was_ending = any(isinstance(item, _LastFrame) and item.stream is stream for item in self._items)
         self._items = deque(kept)
+        self._with_tokens = deque(other for other in self._with_tokens if other is not stream)
         return was_ending
 
     def clear(self) -> None:
         """Forget everything: nothing can be sent any more."""
         self._items.clear()
+        self._with_tokens.clear()
         self._ready_bytes = 0
 
 

@@ -1,6 +1,7 @@
 """One connection without its socket: all that a client can observe."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -293,3 +294,16 @@ def test_buffered_bytes_count_frames_and_text() -> None:
     assert peer.session.buffered_bytes >= before + 200
     peer.read()
     assert peer.session.buffered_bytes == 0
+
+
+def test_buffered_bytes_are_counted_quickly_however_many_frames_wait() -> None:
+    """They are asked for again and again while a client doesn't read: its frames must not be looked at."""
+    peer = Peer()
+    rid = peer.start("a")
+    peer.session.deliver(Delta(rid, "x", 1))
+    for _ in range(20_000):
+        peer.send(type="ping")
+    started_s = time.process_time()
+    for _ in range(1000):
+        assert peer.session.buffered_bytes > 20_000
+    assert time.process_time() - started_s < 0.3, "it would be 1 s and more"
