@@ -214,7 +214,7 @@ class Answer:
         if self._machine is not None:
             self._machine, rest, _ = TextStateMachine.flush(self._machine)
             self._add(piece, self._machine_state, rest)
-            if self._tool_text:
+            if self._machine_state == "tool":
                 self._close_tool_call(piece, closed=not self._format.tool_call_end)
         return piece
 
@@ -247,28 +247,32 @@ class Answer:
             end = self._format.tool_call_end if closed else ""
             piece.text += f"{self._format.tool_call_start}{text}{end}"
             return
-        for call in calls:
-            arguments = call.get("arguments", {})
+        for name, arguments in calls:
             piece.tool_calls.append(
                 {
                     "index": self.num_tool_calls,
                     "id": f"{self._call_id_prefix}{self.num_tool_calls}",
                     "type": "function",
-                    "function": {
-                        "name": str(call["name"]),
-                        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-                    },
+                    "function": {"name": name, "arguments": arguments},
                 }
             )
             self.num_tool_calls += 1
 
-    def _parse_calls(self, text: str) -> list[dict[str, Any]] | None:
+    def _parse_calls(self, text: str) -> list[tuple[str, str]] | None:
+        """Return names and arguments (JSON texts), or None: there is none, or one that no frame can hold."""
         if self._format.tool_parser is None:
             return None
         try:
             parsed = self._format.tool_parser(text, self._tools)
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            named = [(str(call["name"]), _as_json(call.get("arguments", {}))) for call in calls]
+            # An escape in the model's JSON may be half a surrogate pair.
+            "".join(part for call in named for part in call).encode()
         except Exception as error:  # parsers raise whatever the malformed text leads them to
             logger.info("a tool call could not be parsed: %s", type(error).__name__)
             return None
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        return calls if all(isinstance(call, dict) and "name" in call for call in calls) else None
+        return named or None
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)

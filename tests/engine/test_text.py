@@ -193,9 +193,14 @@ def test_tool_calls_are_parsed(tokenizer):
         ("a<tool_call>no json</tool_call>b", TOOLS),
         ('a<tool_call>{"no": "name"}</tool_call>b', TOOLS),
         ('a<tool_call>{"name": "wea', TOOLS),
+        ("a<tool_call>", TOOLS),
+        ("a<tool_call>[]</tool_call>b", TOOLS),
+        (r'a<tool_call>{"name": "\ud800"}</tool_call>b', TOOLS),
+        (r'a<tool_call>{"name": "x", "arguments": "\ud800"}</tool_call>b', TOOLS),
+        ('a<tool_call>{"name": "x", "arguments": {"y": NaN}}</tool_call>b', TOOLS),
     ],
 )
 def test_what_is_no_tool_call_stays_text(tokenizer, text, tools):
-    """Without tools, or malformed, or cut off: the whole text is there."""
+    """Without tools, or malformed, or cut off, or no JSON that a frame can hold: the whole text is there."""
     whole, _ = run(answer(tokenizer, tools=tools), tokenizer.encode(text))
     assert (whole.text, whole.tool_calls) == (text, [])
