@@ -39,7 +39,7 @@ from .messages import CancelReason, Delta, End, Event, Progress
 from .options import GenerationOptions
 from .outgoing import Outgoing
 from .replay import Replay
-from .stream import Stream, StreamState, end_without_engine
+from .stream import Stream, StreamState, cancelled_error, end_without_engine
 
 
 class SessionState(Enum):
@@ -331,7 +331,7 @@ class Session:
                     stream.options,
                     status="cancelled",
                     reason=reason,
-                    error=None,
+                    error=cancelled_error(reason),
                     completion_tokens=stream.num_tokens,
                 )
             )

@@ -262,6 +262,7 @@ def test_end_all_needs_no_engine() -> None:
     done = peer.read()
     assert [frame["status"] for frame in done] == ["cancelled", "cancelled"]
     assert [frame["reason"] for frame in done] == ["shutdown", "shutdown"]
+    assert [frame["error"]["code"] for frame in done] == ["shutting_down", "shutting_down"]
     assert done[0]["usage"]["completion_tokens"] == 2
     assert peer.session.in_flight == 0
     peer.end(rid)
