@@ -18,6 +18,9 @@ from .frames import ClientFrame, parse_client_frame, read_id
 MAX_DIAGNOSED_BYTES = 1 << 20
 """A broken frame longer than this is called invalid without a search for the field at fault."""
 
+MAX_PATH_CHARS = 256
+"""What an error says of where it is."""
+
 
 def encode(value: Any) -> bytes:
     """Return a value as JSON bytes in UTF-8."""
@@ -53,12 +56,13 @@ def _diagnose(data: str | bytes) -> FrameError:
         return invalid
     param, message = culprit
     return FrameError(
-        ErrorCode.INVALID_PARAM, f"{param}: {message}", param=param[:256], frame_id=read_id(value)
+        ErrorCode.INVALID_PARAM, f"{param}: {message}", param=param[:MAX_PATH_CHARS], frame_id=read_id(value)
     )
 
 
 def _find_unusable(value: Any, path: str) -> tuple[str, str] | None:
     """Return the path of the first value that is no text or no number, and what is wrong with it."""
+    path = path[:MAX_PATH_CHARS]  # Every item below has a copy.
     if isinstance(value, str):
         return (path, "has a lone surrogate, which is not text") if _is_broken(value) else None
     if isinstance(value, float):

@@ -1,6 +1,7 @@
 """Bytes: whatever comes in ends as a frame or as one documented error."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -98,6 +99,20 @@ def test_a_huge_broken_frame_is_not_searched() -> None:
     with pytest.raises(FrameError) as caught:
         decode_client_frame(data)
     assert caught.value.code is ErrorCode.INVALID_JSON
+
+
+def test_the_search_for_the_field_at_fault_costs_no_more_than_the_frame() -> None:
+    """A long name is not repeated for every item below it."""
+    data = '{"type": "ping", "' + "k" * 20_000 + '": [' + "1," * 2000 + "NaN]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError) as caught:
+            decode_client_frame(data)
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20, "it would be 40 MB"
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code is ErrorCode.INVALID_PARAM
+    assert (caught.value.param or "").startswith("kkk")
 
 
 def test_surrogate_pairs_are_text() -> None:
