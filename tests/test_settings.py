@@ -63,6 +63,7 @@ def test_every_setting_reaches_its_layer() -> None:
         "detach_timeout": 21.0, "replay_time": 22.0,
         "max_connections": 23, "max_connections_per_address": 24, "max_in_flight_per_connection": 25,
         "max_frame_bytes": 2600, "max_bad_frames": 27, "handshake_timeout": 28.0, "stall_timeout": 29.0,
+        "log_format": "json",
     }  # fmt: skip
     assert set(flags) | {"token_file"} == set(ServeSettings.model_fields)
     settings = read_settings(flags, None)
@@ -93,6 +94,7 @@ def test_every_setting_reaches_its_layer() -> None:
         False,
     )
     assert engine.max_batch_size == 3
+    assert engine.log_format == "json"
     assert (engine.specprefill.enabled, engine.specprefill.keep_pct) == (True, 0.8)
     assert (engine.specprefill.threshold, engine.specprefill.draft_model) == (9, "none")
     specprefill = engine.specprefill

@@ -50,7 +50,8 @@ async def test_values_add_up_after_a_known_load(gateway: Gateway) -> None:
             await client.complete(f"c{number}", "one two three", max_tokens=10)
         await client.send(type="chat", id="h", messages=[{"role": "user", "content": "x"}], max_tokens=5)
         await client.complete("cancelled", max_tokens=100_000, model="slow")
-        await client.receive_type("delta")
+        while not client.deltas("cancelled"):
+            await client.receive()
         await client.send(type="cancel", id="cancelled")
         await client.complete("bad", temperature=3)
         await client.complete("unknown", model="nobody")

