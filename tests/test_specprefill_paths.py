@@ -100,7 +100,8 @@ def without_draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def frame(kind: str, text: str) -> dict[str, Any]:
     """Return a request that asks for the pass key in a text."""
     if kind == "completion":
-        return {"type": kind, "prompt": f"{text}\nThe pass key is", "max_tokens": 7}
+        asked = f"{text}\nQuestion: What is the pass key?\nAnswer: The pass key is"
+        return {"type": kind, "prompt": asked, "max_tokens": 7}
     turn = {"role": "user", "content": f"{text}\nWhat is the pass key?"}
     return {"type": kind, "messages": [turn], "max_tokens": 11}
 
