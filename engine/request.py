@@ -88,8 +88,8 @@ class Request:
             extra={"rid": self.rid},
         )
         self.prefill = self.dense_again()
-        options, num_prompt = self.message.options, len(self.prompt.tokens)
-        self.specprefill = specprefill_not_run(options, FAILED, num_prompt, self.num_cached)
+        options, num_tokens = self.message.options, len(self.tokens)
+        self.specprefill = specprefill_not_run(options, FAILED, num_tokens, self.num_cached)
 
     def prefill_complete(self) -> None:
         """Note what became of the prompt.
@@ -113,6 +113,18 @@ class Request:
             self.num_cached,
             len(self.prompt.tokens),
         )
+
+    def _prompt_report(self) -> SpecPrefillReport:
+        """Return the report without the tokens that an earlier engine made: they were read too."""
+        num_generated, report = len(self.message.generated), self.specprefill
+        if not num_generated:
+            return report
+        return {
+            **report,
+            "prompt_tokens": len(self.prompt.tokens),
+            "uncached_tokens": max(0, report["uncached_tokens"] - num_generated),
+            "kept_tokens": max(0, report["kept_tokens"] - num_generated),
+        }
 
     def emit(
         self, piece: Piece, logprobs: list[TokenLogprob], num_tokens: int, *, last: bool = False
@@ -169,7 +181,7 @@ class Request:
                 "decode_ms": _rounded(decode_ms),
                 "tokens_per_s": _rounded(tokens_per_s),
             },
-            specprefill=self.specprefill,
+            specprefill=self._prompt_report(),
         )
 
 

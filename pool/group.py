@@ -330,6 +330,10 @@ class WorkerGroup:
         others = (seat.worker.state for seat in self._seats.values() if seat.worker is not worker)
         return all(state in (WorkerState.READY, WorkerState.FAILED) for state in others)
 
+    def has_requests(self, worker: Supervisor) -> bool:
+        """Tell whether a worker was given requests that have not ended."""
+        return bool(self._seats[worker.name].requests)
+
     # --- when an engine process has gone ---
 
     def _lose(self, seat: Seat) -> None:

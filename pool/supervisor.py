@@ -53,6 +53,9 @@ class Listener(Protocol):
     def may_replace(self, worker: "Supervisor") -> bool:
         """Tell whether the others can do without a worker for a while."""
 
+    def has_requests(self, worker: "Supervisor") -> bool:
+        """Tell whether a worker was given requests that have not ended."""
+
 
 def backoff_s(num_failures: int, config: PoolConfig) -> float:
     """Return how long to wait before a restart after so many failures in a row (1 and up)."""
@@ -312,8 +315,11 @@ class Supervisor:
         self._stopping = None
         self._stats, self._resident_bytes = EngineStats(), 0
         since_s = self._ready_since_s
-        if self._has_served or (
-            since_s is not None and time.monotonic() - since_s >= self._config.restart_reset_after_s
+        # A request may have killed it, which says nothing of the model: `quarantine` deals with requests.
+        if (
+            self._has_served
+            or self._listener.has_requests(self)
+            or (since_s is not None and time.monotonic() - since_s >= self._config.restart_reset_after_s)
         ):
             self._num_failures = 0
         if self._state in (WorkerState.STOPPING, WorkerState.STOPPED, WorkerState.FAILED):

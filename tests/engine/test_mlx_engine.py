@@ -503,6 +503,7 @@ def test_another_engine_goes_on_where_one_died(new_engine, kind):
         [last] = [e for e in rest if isinstance(e, End)]
         assert last.usage == end(whole, "a").usage | {"cached_tokens": 0}
         assert last.finish_reason == end(whole, "a").finish_reason
+        assert last.specprefill["prompt_tokens"] == last.usage["prompt_tokens"]
 
 
 @pytest.mark.parametrize("why", ["length", "end token", "stop string"])

@@ -1,5 +1,8 @@
 """Tests for pool/supervisor.py: the table and the backoff. The processes are in test_faults.py."""
 
+import os
+import signal
+
 import pytest
 from pool_helpers import eventually, make_config, model
 
@@ -26,6 +29,9 @@ class Nobody:
 
     def may_replace(self, worker):
         return True
+
+    def has_requests(self, worker):
+        return False
 
 
 def test_every_state_can_be_stopped_and_reached():
@@ -66,4 +72,26 @@ async def test_weights_over_the_memory_limit_are_given_up_at_once():
     assert "more than the memory limit" in (worker.status.last_failure or "")
     await eventually(lambda: worker.status.pid is None)
     assert worker.state is WorkerState.FAILED
+    await worker.stop()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_what_dies_with_requests_aboard_is_always_started_again(busy):
+    """A request may have killed it; one that dies of itself, again and again, is given up."""
+
+    class Somebody(Nobody):
+        def has_requests(self, worker):
+            return busy
+
+    config = make_config(max_restarts_in_a_row=1, restart_backoff_initial_s=0.01)
+    worker = Supervisor("words/0", config.models[0], config, {}, Somebody())
+    worker.start()
+    for _ in range(3):
+        await eventually(lambda: worker.state in (WorkerState.READY, WorkerState.FAILED))
+        if worker.state is WorkerState.FAILED:
+            break
+        os.kill(worker.status.pid, signal.SIGKILL)
+        await eventually(lambda: worker.state is not WorkerState.READY)
+    await eventually(lambda: worker.state in (WorkerState.READY, WorkerState.FAILED))
+    assert worker.state is (WorkerState.READY if busy else WorkerState.FAILED)
     await worker.stop()
