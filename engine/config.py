@@ -49,6 +49,8 @@ class EngineConfig:
     prompt_cache_bytes: int = 2 << 30
     """Memory for the prompts of earlier requests."""
     prompt_cache_entries: int = 64
+    max_held_caches: int = 64
+    """Paused requests whose caches are held; beyond, who has paused longest is read again when it goes on."""
     dequantize: bool = True
     """On a CPU: turn quantized and half-precision weights to float32 at load where memory allows."""
     trust_remote_code: bool = False

@@ -368,6 +368,9 @@ class MlxEngine:
         cache, tokens = self._batch.remove([request.uid], return_prompt_caches=True)[request.uid]
         self._admission.hold(request, tokens, cache)
         self._paused[request.rid] = request
+        holding = [paused for paused in self._paused.values() if paused.held_cache is not None]
+        if len(holding) > self._config.max_held_caches:
+            holding[0].held_cache = None
 
     def _take_out(self, request: Request) -> None:
         """Take a request out of the batch before the batch would let it go."""

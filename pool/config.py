@@ -22,7 +22,7 @@ class PoolConfig:
     models: tuple[ModelSpec, ...]
     max_in_flight: int = 16
     """Requests that one engine process is given at a time."""
-    max_paused: int = 64
+    max_paused: int = 1024
     """Requests beyond those that an engine process may hold while their clients give no credit."""
     paused_timeout_s: float = 600.0
     """How long a request may wait for credit; then it is cancelled with reason `slow_consumer`."""

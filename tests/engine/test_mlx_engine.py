@@ -539,6 +539,24 @@ def test_a_stream_pauses_without_credit_and_goes_on_with_it(new_engine, kind):
     assert idle(engine)
 
 
+def test_caches_of_paused_streams_are_bounded(new_engine):
+    """The one that has paused longest is read again when it goes on; its text is the same."""
+    engine = new_engine(max_held_caches=2)
+    submit(engine, "free", "hello there", max_tokens=10)
+    undisturbed = text(run(engine), "free")
+    events = []
+    for number in range(5):
+        submit(engine, f"p{number}", "hello there", max_tokens=10, credit=2, cache_prompt=False)
+        run(engine, events)
+    held = [request.held_cache is not None for request in engine._paused.values()]
+    assert held == [False, False, False, True, True]
+    for number in range(5):
+        engine.credit(RequestId(f"p{number}"), 100)
+    run(engine, events)
+    assert {text(events, f"p{number}") for number in range(5)} == {undisturbed}
+    assert idle(engine)
+
+
 def test_a_paused_stream_can_be_cancelled(new_engine):
     """And leaves nothing."""
     engine = new_engine()
