@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -134,6 +135,15 @@ def test_the_blocking_twin_leaves_early() -> None:
     assert threading.active_count() == before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Take Ctrl-C as an interactive program does: a shell's background jobs start with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_a_blocking_wait() -> None:
     """And leaving the block cancels the request."""
     with fake_server([Reply("word " * 1000, delay_s=0.01)]) as server, connect_blocking(server.url) as hr:
