@@ -43,7 +43,7 @@ def configuration(options: dict[str, Any]) -> tuple[PoolConfig, GatewayConfig]:
         resume=ResumeConfig(
             detach_timeout_s=options.get("detach_timeout_s", 60.0),
             replay_s=options.get("replay_s", 120.0),
-            max_streams=options.get("max_streams", 100_000),
+            max_streams_per_token=options.get("max_streams", 100_000),
         ),
     )
     return pool, gateway

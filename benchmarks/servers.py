@@ -92,6 +92,28 @@ def headrace(*flags: str) -> Iterator[str]:
         yield url
 
 
+def _processes() -> list[tuple[int, int, int, str]]:
+    """Return the id, the parent's id, the resident KiB and the command of every process."""
+    command = ["ps", "-o", "pid=,ppid=,rss=,args=", "-A"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = (line.split(None, 3) for line in listing.stdout.splitlines())
+    return [(int(row[0]), int(row[1]), int(row[2]), row[3]) for row in rows if len(row) == 4]
+
+
+def engine_pids(gateway_pid: int) -> list[int]:
+    """Return the engine processes of a gateway's process. Python's resource tracker is a child as well."""
+    return [
+        pid
+        for pid, parent, _, command in _processes()
+        if parent == gateway_pid and "resource_tracker" not in command and "spawn_main" in command
+    ]
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0: there is none."""
+    return next((rss << 10 for number, _, rss, _ in _processes() if number == pid), 0)
+
+
 def cpu_s(pid: int) -> float:
     """Return the processor time that a process has used (Linux; elsewhere not a number)."""
     try:
@@ -163,13 +185,6 @@ class CountingServer:
 
     def memory_mib(self) -> dict[str, float]:
         """Return the resident memory of the gateway's process and of its engine processes, in MiB."""
-        listing = subprocess.run(
-            ["ps", "-o", "pid=,ppid=,rss=,args=", "-A"], capture_output=True, text=True, check=True
-        )
-        rows = [line.split(None, 3) for line in listing.stdout.splitlines()]
         own = self.process.pid
-        gateway = sum(int(rss) for pid, _, rss, _ in rows if int(pid) == own)
-        # Python's resource tracker is a child as well.
-        children = [(int(rss), args) for _, ppid, rss, args in rows if int(ppid) == own]
-        engines = sum(rss for rss, args in children if "resource_tracker" not in args)
-        return {"gateway": round(gateway / 1024, 1), "engines": round(engines / 1024, 1)}
+        engines = sum(resident_bytes(pid) for pid in engine_pids(own))
+        return {"gateway": round(resident_bytes(own) / 2**20, 1), "engines": round(engines / 2**20, 1)}

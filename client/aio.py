@@ -204,9 +204,7 @@ class Client:
                         self._woken.clear()
                         await self._woken.wait()
         self._wake(self._core.give_up(ClientError("client_closed", "the client is closed")))
-        runner.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await runner
+        await _end(runner)
         await self._close_socket()
 
     # --- the connection ---
@@ -268,9 +266,7 @@ class Client:
         except ClientError as error:
             return error
         finally:
-            writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer
+            await _end(writer)
             await self._close_socket()
 
     async def _write(self, socket: ClientConnection) -> None:
@@ -322,6 +318,17 @@ class Client:
 
     def _wake_writer(self) -> None:
         self._writable.set()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end; raise what it has failed with.
+
+    A cancellation of the caller meanwhile is not taken for the task's.
+    """
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
 
 
 def _say_closed(closed: ConnectionClosed) -> str:

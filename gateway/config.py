@@ -57,8 +57,10 @@ class ResumeConfig:
     Longer than it takes to notice a lost connection (two pings) and to come back."""
     replay_bytes: int = 512 << 10
     """Sent frames of one stream that are kept; the oldest go first. So much may also wait while detached."""
-    max_streams: int = 1024
-    """Streams that are kept, ended ones included; those that ended first go first."""
+    max_streams_per_token: int = 1024
+    """Streams of one access token that are kept, ended ones included; those that ended first go first.
+
+    Without tokens, those of all clients."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ rules are in `protocol.resume`; here are the timers, the tokens, and the bounds 
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,17 +62,17 @@ class Resumable:
         self.rules: ResumableStream | None = None
         """There once the pool has taken the request."""
         self.timer: asyncio.TimerHandle | None = None
+        self.tenant = tenant
         self._registry = registry
-        self._tenant = tenant
 
     def begin(self, stream: Stream) -> None:
         """Note that the pool has taken the request."""
-        self.rules = ResumableStream(stream, self.token, self._tenant.name)
+        self.rules = ResumableStream(stream, self.token, self.tenant.name)
 
     def take(self, event: Event) -> None:
         """Give an event of the stream to whoever has it. The pool calls this, after `begin`."""
         if isinstance(event, End):
-            self._tenant.end_request()
+            self.tenant.end_request()
             self._registry.note_end(self)
         if self.owner is not None:
             self.owner.deliver(event)
@@ -118,7 +119,8 @@ class ResumableStreams:
         self._cancel = cancel
         self._epoch = epoch
         self._entries: dict[str, Resumable] = {}
-        """Running ones in the order of their start, then ended ones in the order of their end."""
+        self._tenants: defaultdict[str, dict[str, Resumable]] = defaultdict(dict)
+        """The same by tenant: running ones in the order of their start, then ended ones as they ended."""
         self._is_stopping = False
 
     def statistics(self) -> ResumeStatistics:
@@ -137,13 +139,15 @@ class ResumableStreams:
         """Return a place for a stream that is about to start; `begin` it, or `forget` it.
 
         Raises:
-            BusyError: too many run already.
+            BusyError: too many of this tenant's run already.
         """
-        if len(self._entries) >= self._config.max_streams and not self._forget_oldest_ended():
-            message = "too many resumable streams run on this server"
-            raise BusyError(ErrorCode.TOO_MANY_IN_FLIGHT, message)
+        held = self._tenants[tenant.name]
+        if len(held) >= self._config.max_streams_per_token and not self._forget_oldest_ended(held):
+            raise BusyError(
+                ErrorCode.TOO_MANY_IN_FLIGHT, f"{len(held)} resumable streams run, and no more may"
+            )
         entry = Resumable(self, owner, tenant, f"{self._epoch}.{secrets.token_urlsafe(_TOKEN_BYTES)}")
-        self._entries[entry.token] = entry
+        self._entries[entry.token] = held[entry.token] = entry
         return entry
 
     def new_replay(self) -> Replay:
@@ -153,11 +157,14 @@ class ResumableStreams:
     def forget(self, entry: Resumable) -> None:
         """Let a stream go: nobody can resume it any more."""
         entry.stop_timer()
-        if self._entries.pop(entry.token, None) is not None and entry.rules is not None:
+        if self._entries.pop(entry.token, None) is None:
+            return
+        del self._tenants[entry.tenant.name][entry.token]
+        if entry.rules is not None:
             entry.rules.apply(AttachmentEvent.EXPIRE)
 
-    def _forget_oldest_ended(self) -> bool:
-        for entry in self._entries.values():
+    def _forget_oldest_ended(self, held: dict[str, Resumable]) -> bool:
+        for entry in held.values():
             if entry.rules is not None and entry.rules.stream.state is StreamState.DONE:
                 self.forget(entry)
                 return True
@@ -203,8 +210,9 @@ class ResumableStreams:
 
     def note_end(self, entry: Resumable) -> None:
         """Keep what an ended stream has sent for as long as the configuration says."""
-        if self._entries.pop(entry.token, None) is not None:
-            self._entries[entry.token] = entry  # after those that have ended before
+        if entry.token in self._entries:
+            held = self._tenants[entry.tenant.name]
+            held[entry.token] = held.pop(entry.token)  # after those that have ended before
             entry.set_timer(self._config.replay_s, lambda: self.forget(entry))
 
     # --- the way out ---

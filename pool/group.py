@@ -242,6 +242,7 @@ class WorkerGroup:
             request.dispatched_s = now_s
         seat.add(request)
         seat.worker.send(request.submit_message(now_s))
+        self._start_ticker()
         return True
 
     def _retry_after_ms(self) -> int:
@@ -251,15 +252,24 @@ class WorkerGroup:
 
     # --- progress of those that wait ---
 
+    @property
+    def _awaiting_token(self) -> list[Request]:
+        running = (request for seat in self._seats.values() for request in seat.requests.values())
+        return [request for request in running if request.awaits_token]
+
     def _start_ticker(self) -> None:
-        if self._ticker is None and self._line:
+        if self._ticker is None:
             self._ticker = self._loop.call_later(self._config.progress_interval_s, self._tick)
 
     def _tick(self) -> None:
         self._ticker = None
-        for num_ahead, request in enumerate(list(self._line)):
+        queued, running = list(self._line), self._awaiting_token
+        for num_ahead, request in enumerate(queued):
             self._report_queued(request, num_ahead)
-        self._start_ticker()
+        for request in running:
+            request.repeat_progress()
+        if queued or running:
+            self._start_ticker()
 
     def _report_queued(self, request: Request, num_ahead: int) -> None:
         """Tell a request what it waits for: its model, or those ahead of it.

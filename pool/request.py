@@ -132,6 +132,10 @@ class Request:
         self._was_recovered = False
         """Whether its first token came of another engine than its last."""
         self._has_deltas = False
+        self._progress: Progress | None = None
+        """The latest."""
+        self._is_silent = False
+        """Whether nothing has been delivered since the last `repeat_progress`."""
         self.timers: list[asyncio.TimerHandle] = []
         """Cancelled when it ends."""
         self.credit_timer: asyncio.TimerHandle | None = None
@@ -165,6 +169,11 @@ class Request:
     def lacks_credit(self) -> bool:
         """Whether its client allows no more tokens."""
         return self.window is not None and self.window.left(self.num_tokens) <= 0
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether an engine has it that has made no token for it yet: its client must not hear nothing."""
+        return self._state is RequestState.RUNNING and (self.num_tokens == 0 or self.is_recovering)
 
     @property
     def num_to_read(self) -> int:
@@ -202,6 +211,7 @@ class Request:
                 pass
             case _:
                 assert_never(event)
+        self._is_silent = False
         try:
             self._sink(event)
         except Exception:
@@ -228,7 +238,15 @@ class Request:
             self.prompt_tokens = event.prompt_tokens
         if not self._was_recovered:
             self.cached_tokens = max(self.cached_tokens, event.cached)
-        return replace(event, phase="recover") if self.is_recovering else event
+        self._progress = replace(event, phase="recover") if self.is_recovering else event
+        return self._progress
+
+    def repeat_progress(self) -> None:
+        """Say again where it stands if nothing was said since the last call: its engine may be stuck."""
+        if self._is_silent:
+            at_head = Progress(self.rid, "queue", self.num_ahead, self.num_ahead)
+            self.deliver(self._progress or at_head)
+        self._is_silent = True
 
     def submit_message(self, now_s: float) -> Submit:
         """Return the message that starts the request in an engine, or has it go on there."""

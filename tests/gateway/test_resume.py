@@ -304,7 +304,7 @@ async def test_a_stream_belongs_to_its_access_token(pool: Pool) -> None:
 
 async def test_the_number_of_kept_streams_is_bounded(pool: Pool) -> None:
     """Ended ones make room; running ones don't, and the next is refused as retryable."""
-    gateway = make_gateway(pool, resume=config(max_streams=2))
+    gateway = make_gateway(pool, resume=config(max_streams_per_token=2))
     await gateway.start()
     async with RawClient(gateway.url) as client:
         ended = await client.start("e", max_tokens=1)
@@ -315,6 +315,27 @@ async def test_the_number_of_kept_streams_is_bounded(pool: Pool) -> None:
         error = await client.done("c")
         assert (error["code"], error["retryable"]) == ("too_many_in_flight", True)
         assert (await client.resume(ended, -1, "e"))["reason"] == "expired"
+    gateway.abort()
+    await wait_until(lambda: pool.statistics().in_flight == 0)
+
+
+async def test_kept_streams_of_one_token_take_no_room_of_others(pool: Pool) -> None:
+    """Who keeps as many as allowed is refused; another token's are neither refused nor forgotten."""
+    access = AccessConfig(tokens=(TokenConfig.of_secret("alice", "a"), TokenConfig.of_secret("bob", "b")))
+    gateway = make_gateway(pool, access=access, resume=config(max_streams_per_token=1))
+    await gateway.start()
+
+    def client_of(secret: str) -> RawClient:
+        return RawClient(gateway.url, additional_headers={"Authorization": f"Bearer {secret}"})
+
+    async with client_of("a") as alice, client_of("b") as bob:
+        token = await bob.start("b", max_tokens=1)
+        await bob.done("b")
+        await alice.start("a", **LONG)
+        await alice.complete("c", **LONG)
+        assert (await alice.done("c"))["code"] == "too_many_in_flight"
+        assert (await bob.resume(token, -1, "b"))["type"] == "resumed"
+        await bob.start("d", **LONG)
     gateway.abort()
     await wait_until(lambda: pool.statistics().in_flight == 0)
 
@@ -439,7 +460,7 @@ def _swap(found: tuple[Stream, list[bytes]], frame: ResumeFrame) -> tuple[Stream
 
 async def test_the_stream_that_ended_first_makes_room() -> None:
     """Not the one that began first, which may have ended this moment."""
-    streams, owner = ResumableStreams(config(max_streams=3), lambda *_: None, "e"), SessionOwner()
+    streams, owner = ResumableStreams(config(max_streams_per_token=3), lambda *_: None, "e"), SessionOwner()
     running, late, early = (begin(streams, owner, name) for name in "abc")
     end(early)
     end(late)

@@ -143,6 +143,28 @@ async def test_a_hang_is_noticed(way: str):
         assert_idle(pool)
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_no_silence_while_an_engine_hangs_before_the_first_token(has_begun: bool):
+    """The last progress is said again and again, whether there was any or not."""
+    spec = model(scripted_prefill_tokens_per_s=1000)
+    async with Pool(make_config(spec, hang_timeout_s=LIMIT_S)) as pool:
+        await all_ready(pool)
+        recorder = Recorder()
+        if not has_begun:
+            kill_first(pool, signal.SIGSTOP)
+        began_s = time.monotonic()
+        pool.start(frame("word " * 5000, max_tokens=5), recorder)
+        if has_begun:
+            await eventually(lambda: any(event.processed for event in recorder.progress))
+            kill_first(pool, signal.SIGSTOP)
+            await asyncio.sleep(150 * MS)  # What it had said before is here.
+        count = len(recorder.progress)
+        await eventually(lambda: len(recorder.progress) >= count + 5)
+        assert time.monotonic() - began_s < LIMIT_S / 2
+        assert len({(event.phase, event.processed) for event in recorder.progress[count:]}) == 1
+        assert recorder.num_tokens == 0
+
+
 async def test_idle_and_slow_engines_are_no_hang():
     """Nothing to do, or a long wait between tokens within the limit, is not taken for a hang."""
     async with Pool(make_config(model(scripted_token_delay_ms=300), hang_timeout_s=1.5)) as pool:

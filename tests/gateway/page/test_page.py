@@ -76,6 +76,7 @@ def test_several_streams_side_by_side(page: Page) -> None:
     chosen = page.answer_text(1)
     page.ask("and now?", variants="one", max_tokens=3).wait_ended()
     page.all(".answer > details > summary")[-1].click()
+    wait_for(lambda: page.all(".answer pre")[-1].text.count("\n") > 0)
     sent = json.loads(page.all(".answer pre")[-1].text.splitlines()[0].removeprefix("→ "))
     assert [message["role"] for message in sent["messages"]] == ["user", "assistant", "user"]
     assert sent["messages"][1]["content"] == chosen
@@ -87,6 +88,7 @@ def test_raw_frames_on_demand(page: Page) -> None:
     wait_for(lambda: page.states() == ["streaming"])
     page.get(".answer > details:last-child > summary").click()
     page.wait_ended()
+    wait_for(lambda: '"done"' in page.get(".answer pre").text)
     lines = page.get(".answer pre").text.splitlines()
     frames = [json.loads(line[2:]) for line in lines]
     assert [frame["type"] for frame in frames[:2]] == ["chat", "accepted"]
