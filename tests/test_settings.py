@@ -63,7 +63,7 @@ def test_every_setting_reaches_its_layer() -> None:
         "detach_timeout": 21.0, "replay_time": 22.0,
         "max_connections": 23, "max_connections_per_address": 24, "max_in_flight_per_connection": 25,
         "max_frame_bytes": 2600, "max_bad_frames": 27, "handshake_timeout": 28.0, "stall_timeout": 29.0,
-        "log_format": "json",
+        "log_format": "json", "prompt_cache": "34K", "paused_timeout": 35.0,
     }  # fmt: skip
     assert set(flags) | {"token_file"} == set(ServeSettings.model_fields)
     settings = read_settings(flags, None)
@@ -72,7 +72,7 @@ def test_every_setting_reaches_its_layer() -> None:
     assert (pool.max_in_flight, pool.max_queue) == (3, 4)
     assert (pool.default_max_tokens, pool.default_temperature, pool.preload_blas) == (5, 0.6, "off")
     assert (pool.memory_limit_bytes, pool.max_engine_deaths_per_request) == (3 << 29, 13)
-    assert (pool.hang_timeout_s, pool.load_timeout_s) == (11.0, 12.0)
+    assert (pool.hang_timeout_s, pool.load_timeout_s, pool.paused_timeout_s) == (11.0, 12.0, 35.0)
     assert (gateway.listen.host, gateway.listen.port) == ("localhost", 0)
     assert (gateway.access.allowed_origins, gateway.access.allowed_hosts) == (("o",), ("h",))
     assert (gateway.access.tokens, gateway.deadlines.drain_timeout_s) == (TOKENS, 7.0)
@@ -93,7 +93,7 @@ def test_every_setting_reaches_its_layer() -> None:
         "scripted",
         False,
     )
-    assert engine.max_batch_size == 3
+    assert (engine.max_batch_size, engine.prompt_cache_bytes) == (3, 34 << 10)
     assert engine.log_format == "json"
     assert (engine.specprefill.enabled, engine.specprefill.keep_pct) == (True, 0.8)
     assert (engine.specprefill.threshold, engine.specprefill.draft_model) == (9, "none")

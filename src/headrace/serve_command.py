@@ -69,6 +69,13 @@ def serve(
             rich_help_panel=_SERVING,
         ),
     ] = None,
+    prompt_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of an engine for the prompts of earlier requests; 0: none. Default: 2G.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
     hang_timeout: Annotated[
         float | None,
         typer.Option(
@@ -180,6 +187,13 @@ def serve(
         float | None,
         typer.Option(
             help="Seconds after which a client that takes nothing is dropped. Default: 30.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    paused_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds after which a stream is ended whose client gives it no credit. Default: 600.",
             rich_help_panel=_LIMITS,
         ),
     ] = None,

@@ -56,7 +56,7 @@ def _as_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-NumBytes = Annotated[int, Field(gt=0), BeforeValidator(_as_bytes)]
+NumBytes = Annotated[int, BeforeValidator(_as_bytes)]
 
 
 class ServeSettings(BaseModel):
@@ -75,7 +75,8 @@ class ServeSettings(BaseModel):
     engine: Literal["mlx", "scripted"] = "mlx"
     log_format: Literal["text", "json"] = "text"
     drain_timeout: Annotated[float, Field(ge=0)] = 30.0
-    memory_limit: NumBytes | None = None
+    memory_limit: Annotated[NumBytes, Field(gt=0)] | None = None
+    prompt_cache: Annotated[NumBytes, Field(ge=0)] = 2 << 30
     hang_timeout: Annotated[float, Field(gt=0)] = 30.0
     load_timeout: Annotated[float, Field(gt=0)] = 600.0
     max_engine_deaths: Annotated[int, Field(ge=1)] = 2
@@ -97,6 +98,7 @@ class ServeSettings(BaseModel):
     max_bad_frames: Annotated[int, Field(ge=1)] = 16
     handshake_timeout: Annotated[float, Field(gt=0)] = 10.0
     stall_timeout: Annotated[float, Field(gt=0)] = 30.0
+    paused_timeout: Annotated[float, Field(gt=0)] = 600.0
     specprefill: bool = False
     specprefill_keep_pct: Annotated[float, Field(gt=0, le=1)] = 0.3
     specprefill_threshold: Annotated[int, Field(ge=0)] = 8192
@@ -176,6 +178,7 @@ def pool_config(settings: ServeSettings) -> PoolConfig:
         memory_limit_bytes=settings.memory_limit,
         hang_timeout_s=settings.hang_timeout,
         load_timeout_s=settings.load_timeout,
+        paused_timeout_s=settings.paused_timeout,
         max_engine_deaths_per_request=settings.max_engine_deaths,
         # The gateway has seen to every request by now, and promises to be gone within a second.
         shutdown_cancel_s=0.1,
@@ -202,6 +205,7 @@ def _model_spec(settings: ServeSettings, model: str | None) -> ModelSpec:
         name=name,
         kind=settings.engine,
         max_batch_size=settings.max_in_flight,
+        prompt_cache_bytes=settings.prompt_cache,
         dequantize=settings.dequantize,
         log_format=settings.log_format,
         specprefill=specprefill,
