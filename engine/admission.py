@@ -10,7 +10,7 @@ from ..protocol.messages import Submit
 from ..protocol.options import ChatInput
 from .loading.loader import LoadedModel
 from .prefill import DensePrefill
-from .prompt import build_prompt, system_prompt_tokens
+from .prompt import Prompt, system_prompt_tokens
 from .prompt_cache import PromptCache, detach
 from .request import Request
 from .sampling import make_processors, make_sampler
@@ -30,22 +30,28 @@ class Admission:
         self._keep_system = keep_system
         self._format = AnswerFormat(loaded.tokenizer)
 
-    def prepare(self, message: Submit, arrived_s: float) -> Request:
+    def prepare(self, message: Submit, prompt: Prompt, arrived_s: float) -> Request:
         """Return the request of a message; tokens that an earlier engine made count as its own.
 
         Raises:
             RequestError: the model cannot serve it; the error names the field.
         """
         options, tokenizer = message.options, self._loaded.tokenizer
-        prompt = build_prompt(tokenizer, message.input, self._loaded.vocab_size)
         max_tokens = self._token_limit(message, len(prompt.tokens))
         processors = make_processors(options, self._loaded.vocab_size)
         tokens = prompt.tokens + message.generated
         cache, num_cached = self._cached(message, tokens)
-        protected = [(len(prompt.tokens), len(tokens))] if message.generated else []
+        protected = []
         if self._keep_system and isinstance(message.input, ChatInput):
             protected.append((0, system_prompt_tokens(tokenizer, message.input, prompt)))
-        prefill, report = self._specprefill.start(options, tokens, cache, num_cached, tuple(protected))
+        prefill, report = self._specprefill.start(
+            options,
+            tokens,
+            cache,
+            num_cached,
+            [*protected, (len(prompt.tokens), len(tokens))],
+            stays_dense=message.stays_dense,
+        )
         answer = Answer(
             Detokenizer(tokenizer, prompt.tokens[-PRIMING_TOKENS:]),
             self._format,
@@ -73,7 +79,9 @@ class Admission:
             generated=list(message.generated),
             num_sent=len(message.generated),
             credit=message.credit,
+            protected=protected,
             arrived_s=arrived_s,
+            asked_s=arrived_s,
             admitted_s=now,
             phase_began_s=now,
         )
@@ -91,8 +99,10 @@ class Admission:
             tokens,
             cache,
             num_cached,
-            ((len(request.prompt.tokens), len(tokens)),),
+            [*request.protected, (len(request.prompt.tokens), len(tokens))],
+            stays_dense=not request.specprefill["applied"],
         )
+        request.asked_s = time.monotonic()
         request.dense_again = lambda: DensePrefill(self._loaded.model, tokens[num_cached:-1], cache)
         request.sampler = make_sampler(
             request.message.options, self._loaded.vocab_size, len(request.generated)

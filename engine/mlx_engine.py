@@ -7,7 +7,6 @@ with its cache complete and one token left to read.
 
 import logging
 import time
-from collections import deque
 from typing import Any, cast
 
 import mlx.core as mx
@@ -28,10 +27,13 @@ from .prompt_cache import PromptCache
 from .request import Request
 from .specprefill.policy import SpecPrefill
 from .text import Piece
+from .tokenizing import Tokenizing, Waiting
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 64
+TOKENIZING_WAIT_S = 0.02
+"""How long a step waits for a prompt to be tokenized if it has nothing else to do."""
 
 
 class MlxEngine:
@@ -57,7 +59,8 @@ class MlxEngine:
         self._admission = Admission(
             loaded, self._prompt_cache, specprefill, keep_system=config.specprefill.keep_system_prompt
         )
-        self._waiting: deque[tuple[Submit, float]] = deque()
+        self._tokenizing = Tokenizing(loaded)
+        self._waiting: list[Waiting] = []
         self._decoding: dict[int, Request] = {}
         self._paused: dict[RequestId, Request] = {}
         self._cancels: dict[RequestId, CancelReason] = {}
@@ -154,7 +157,7 @@ class MlxEngine:
 
     def submit(self, message: Submit) -> None:
         """Take a request."""
-        self._waiting.append((message, time.monotonic()))
+        self._waiting.append(self._tokenizing.begin(message, time.monotonic()))
 
     def cancel(self, rid: RequestId, reason: CancelReason) -> None:
         """Let a request go at the next step."""
@@ -187,6 +190,7 @@ class MlxEngine:
 
     def close(self) -> None:
         """Give everything back."""
+        self._tokenizing.close()
         self._batch.close()
 
     # --- cancelling ---
@@ -195,9 +199,10 @@ class MlxEngine:
         cancels, self._cancels = self._cancels, {}
         if not cancels:
             return
-        for message, arrived_s in [entry for entry in self._waiting if entry[0].rid in cancels]:
-            self._waiting.remove((message, arrived_s))
-            events.append(self._end_unadmitted(message, arrived_s, cancels[message.rid]))
+        for waiting in [waiting for waiting in self._waiting if waiting.message.rid in cancels]:
+            self._waiting.remove(waiting)
+            self._tokenizing.drop(waiting)
+            events.append(self._end_unadmitted(waiting, cancels[waiting.message.rid]))
         for request in [r for r in self._prefills.requests if r.rid in cancels]:
             self._prefills.requests.remove(request)
             self._keep_half_read(request)
@@ -216,34 +221,46 @@ class MlxEngine:
             num_read = len(request.tokens) - 1 - (request.prefill.total - request.prefill.processed)
             self._store(request, request.tokens[:num_read], request.prefill.cache)
 
-    def _end_unadmitted(self, message: Submit, arrived_s: float, why: CancelReason | HeadraceError) -> End:
+    def _end_unadmitted(self, waiting: Waiting, why: CancelReason | HeadraceError) -> End:
         """Return the end of a request that was cancelled in line, or cannot be served at all."""
+        message = waiting.message
         return end_without_engine(
             message.rid,
             message.options,
             status="failed" if isinstance(why, HeadraceError) else "cancelled",
             reason=why.code.value if isinstance(why, HeadraceError) else why,
             error=why.body() if isinstance(why, HeadraceError) else cancelled_error(why),
-            queue_ms=message.queue_ms + (time.monotonic() - arrived_s) * 1e3,
+            queue_ms=message.queue_ms + (time.monotonic() - waiting.arrived_s) * 1e3,
+            completion_tokens=len(message.generated),
         )
 
     # --- admission ---
 
+    def _has_room(self) -> bool:
+        num_reading = len(self._prefills.requests)
+        return (
+            num_reading < self._config.max_prefills
+            and num_reading + len(self._decoding) < self._config.max_batch_size
+        )
+
     def _admit(self, events: list[Event]) -> None:
-        while (
-            self._waiting
-            and len(self._prefills.requests) < self._config.max_prefills
-            and len(self._prefills.requests) + len(self._decoding) < self._config.max_batch_size
-        ):
-            message, arrived_s = self._waiting.popleft()
+        """Admit those that wait, while there is room; a prompt that is being tokenized is passed over."""
+        if not (self._prefills.requests or self._decoding or events):
+            self._tokenizing.wait_any(self._waiting, TOKENIZING_WAIT_S)
+        for waiting in [waiting for waiting in self._waiting if self._tokenizing.is_ready(waiting)]:
+            if not self._has_room():
+                break
+            self._waiting.remove(waiting)
+            message = waiting.message
             try:
-                request = self._admission.prepare(message, arrived_s)
+                prompt = self._tokenizing.finish(waiting)
+                request = self._admission.prepare(message, prompt, waiting.arrived_s)
             except HeadraceError as error:
-                events.append(self._end_unadmitted(message, arrived_s, error))
+                events.append(self._end_unadmitted(waiting, error))
                 continue
             except Exception:
                 logger.exception("%s could not be admitted", message.rid, extra={"rid": message.rid})
-                events.append(self._end_unadmitted(message, arrived_s, _fault()))
+                events.append(self._end_unadmitted(waiting, _fault()))
                 continue
             if (finish := self._already_finished(request)) is not None:
                 self._finish(request, Piece(), [], 0, finish, events)
@@ -288,13 +305,16 @@ class MlxEngine:
 
     def _report_progress(self, events: list[Event]) -> None:
         now = time.monotonic()
+        for request in self._decoding.values():
+            events += request.emit_held(self._config.progress_interval_s)
         for request in self._prefills.requests:
             if now - request.last_progress_s >= self._config.progress_interval_s:
                 request.last_progress_s = now
                 events.append(request.progress())
         if self._waiting and now - self._last_queue_progress_s >= self._config.progress_interval_s:
             self._last_queue_progress_s = now
-            events += [Progress(message.rid, "queue", 0, None) for message, _ in self._waiting]
+            messages = [waiting.message for waiting in self._waiting]
+            events += [Progress(message.rid, "queue", 0, None) for message in messages]
 
     # --- decoding ---
 

@@ -143,7 +143,7 @@ class PrefillSchedule:
     def _next(self) -> Request:
         now = time.monotonic()
         turns = [
-            Turn(request.prefill.total - request.prefill.processed, now - request.arrived_s)
+            Turn(request.prefill.total - request.prefill.processed, now - request.asked_s)
             for request in self.requests
         ]
         return self.requests[choose(turns, self._sizers["prefill"].tokens_per_s)]

@@ -43,64 +43,92 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
 
 
-def build_prompt(
-    tokenizer: TokenizerWrapper, request: CompletionInput | ChatInput, vocab_size: int
-) -> Prompt:
-    """Return the prompt of a request.
+class PromptBuilder:
+    """Makes prompts for one model. Threads may share it.
 
-    Raises:
-        RequestError: the model cannot take it; the error names the field.
+    Args:
+        context_length: what is longer for certain is refused before it is tokenized.
     """
-    if isinstance(request, ChatInput):
-        return _chat(tokenizer, request)
-    if isinstance(request.prompt, str):
-        tokens = tokenizer.encode(request.prompt)
-        if not tokens:
-            raise RequestError(ErrorCode.INVALID_PARAM, "prompt: has no tokens", param="prompt")
-        return Prompt(tokens, request.prompt)
-    for index, token in enumerate(request.prompt):
-        if token >= vocab_size:
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, context_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        # Of its name, which is never shorter than the text that the token stands for.
+        self._longest_token_bytes = max(
+            len(name.encode("utf-8", "replace")) for name in tokenizer.get_vocab()
+        )
+
+    def build(self, request: CompletionInput | ChatInput) -> Prompt:
+        """Return the prompt of a request.
+
+        Raises:
+            RequestError: the model cannot take it; the error names the field.
+        """
+        if isinstance(request, ChatInput):
+            return self._chat(request)
+        if isinstance(request.prompt, str):
+            self._check_length(self._least_tokens(request.prompt), "prompt")
+            tokens = self._tokenizer.encode(request.prompt)
+            if not tokens:
+                raise RequestError(ErrorCode.INVALID_PARAM, "prompt: has no tokens", param="prompt")
+            return Prompt(tokens, request.prompt)
+        self._check_length(len(request.prompt), "prompt")
+        for index, token in enumerate(request.prompt):
+            if token >= self._vocab_size:
+                message = f"token id {token} is not in the vocabulary of {self._vocab_size} tokens"
+                raise RequestError(
+                    ErrorCode.INVALID_PARAM, f"prompt[{index}]: {message}", param=f"prompt[{index}]"
+                )
+        return Prompt(list(request.prompt), self._tokenizer.decode(request.prompt))
+
+    def _chat(self, request: ChatInput) -> Prompt:
+        tokenizer = self._tokenizer
+        if not tokenizer.has_chat_template:
+            raise RequestError(
+                ErrorCode.NOT_SERVED, "this model has no chat template: send a completion frame", param="type"
+            )
+        kwargs = request.chat_template_kwargs or {}
+        if reserved := sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
             raise RequestError(
                 ErrorCode.INVALID_PARAM,
-                f"prompt[{index}]: token id {token} is not in the vocabulary of {vocab_size} tokens",
-                param=f"prompt[{index}]",
+                f"chat_template_kwargs.{reserved[0]}: cannot be set",
+                param=f"chat_template_kwargs.{reserved[0]}",
             )
-    return Prompt(list(request.prompt), tokenizer.decode(request.prompt))
+        tools = None
+        if request.tools and request.tool_choice != "none":
+            tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        messages = [_message(index, message) for index, message in enumerate(request.messages)]
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **kwargs
+            )
+        except Exception as error:
+            # A template is a program of the model's: it may fail in any way on what a client sends.
+            logger.info("the chat template failed: %s: %s", type(error).__name__, error)
+            # `raise_exception` in a template says what its author wants the caller to know.
+            detail = f": {str(error)[:200]}" if type(error) is TemplateError else ""
+            raise RequestError(
+                ErrorCode.INVALID_PARAM,
+                f"messages: the model's chat template does not take them{detail}",
+                param="messages",
+            ) from None
+        self._check_length(self._least_tokens(text), "messages")
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if not tokens:
+            raise RequestError(ErrorCode.INVALID_PARAM, "messages: have no tokens", param="messages")
+        return Prompt(tokens, "", _initial_state(tokenizer, tokens), tools)
 
+    def _least_tokens(self, text: str) -> int:
+        return len(text.encode()) // self._longest_token_bytes
 
-def _chat(tokenizer: TokenizerWrapper, request: ChatInput) -> Prompt:
-    if not tokenizer.has_chat_template:
-        raise RequestError(
-            ErrorCode.NOT_SERVED, "this model has no chat template: send a completion frame", param="type"
-        )
-    kwargs = request.chat_template_kwargs or {}
-    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
-        raise RequestError(
-            ErrorCode.INVALID_PARAM,
-            f"chat_template_kwargs.{reserved[0]}: cannot be set",
-            param=f"chat_template_kwargs.{reserved[0]}",
-        )
-    tools = None
-    if request.tools and request.tool_choice != "none":
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
-    messages = [_message(index, message) for index, message in enumerate(request.messages)]
-    try:
-        tokens = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=True, **kwargs
-        )
-    except Exception as error:
-        # A template is a program of the model's: it may fail in any way on what a client sends.
-        logger.info("the chat template failed: %s: %s", type(error).__name__, error)
-        # `raise_exception` in a template says what its author wants the caller to know.
-        detail = f": {str(error)[:200]}" if type(error) is TemplateError else ""
-        raise RequestError(
-            ErrorCode.INVALID_PARAM,
-            f"messages: the model's chat template does not take them{detail}",
-            param="messages",
-        ) from None
-    if not tokens:
-        raise RequestError(ErrorCode.INVALID_PARAM, "messages: have no tokens", param="messages")
-    return Prompt(tokens, "", _initial_state(tokenizer, tokens), tools)
+    def _check_length(self, num_tokens: int, param: str) -> None:
+        if num_tokens >= self._context_length:
+            raise RequestError(
+                ErrorCode.CONTEXT_TOO_LONG,
+                f"at least {num_tokens} prompt tokens do not fit a context of {self._context_length} tokens",
+                param=param,
+            )
 
 
 def system_prompt_tokens(tokenizer: TokenizerWrapper, request: ChatInput, prompt: Prompt) -> int:

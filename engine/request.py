@@ -15,6 +15,7 @@ from .prompt import Prompt
 from .sampling import LogitsProcessor, Sampler
 from .specprefill.policy import FAILED, report_of
 from .specprefill.prompt_runs import Decoder
+from .specprefill.selection import Range
 from .specprefill.sparse_prefill import SparsePrefill
 from .text import Answer, Piece
 
@@ -38,7 +39,11 @@ class Request:
     """For the prompt's own text."""
     num_cached: int
     specprefill: SpecPrefillReport
+    protected: list[Range]
+    """Parts of the prompt that are never left out."""
     arrived_s: float
+    asked_s: float
+    """When it last came to be read: at its arrival, or when credit came."""
     admitted_s: float
     phase_began_s: float
     generated: list[int] = field(default_factory=list)
@@ -56,6 +61,7 @@ class Request:
     """Tokens that deltas have carried."""
     held: Delta | None = None
     """Tokens whose text is held back."""
+    held_since_s: float = 0.0
 
     @property
     def rid(self) -> RequestId:
@@ -98,7 +104,7 @@ class Request:
         """
         if not isinstance(self.prefill, SparsePrefill):
             return
-        report = report_of(self.message.options, self.prefill, self.tokens, self.new_decoder)
+        report = report_of(self.message.options, self.prefill, self.prompt.tokens, self.new_decoder)
         if self.first_token_s is None or report["applied"] > self.specprefill["applied"]:
             self.specprefill = report
 
@@ -142,7 +148,15 @@ class Request:
             self.num_sent += delta.n
             return [delta]
         self.held = delta
+        if delta.n == num_tokens:
+            self.held_since_s = time.monotonic()
         return []
+
+    def emit_held(self, longest_s: float) -> list[Delta]:
+        """Return tokens without their text if it has been held back for so long: a tool call, mostly."""
+        if self.held is None or not self.held.n or time.monotonic() - self.held_since_s < longest_s:
+            return []
+        return self.emit(Piece(), [], 0, last=True)
 
     def end(
         self,

@@ -71,9 +71,20 @@ class Channel:
         self._writer = threading.Thread(target=self._write, name=f"write {name}", daemon=True)
 
     def start(self) -> None:
-        """Start both threads."""
-        self._reader.start()
-        self._writer.start()
+        """Start both threads.
+
+        Raises:
+            RuntimeError: the system has no room for them; the process must be killed.
+        """
+        try:
+            self._reader.start()
+            self._writer.start()
+        except RuntimeError:
+            self.close()
+            self._write_end.close()
+            if not self._reader.is_alive():
+                self._read_end.close()
+            raise
 
     def send(self, command: Command) -> None:
         """Put a command on its way. After the process has gone, nothing happens.

@@ -350,9 +350,10 @@ class WorkerGroup:
         """Have the requests of a process that has gone go on in another, or end."""
         seat.forget()
         requests = list(seat.requests.values())
-        if not seat.worker.was_replaced:
-            running = [request.record for request in seat.running]
-            blame(running, max_deaths=self._config.max_engine_deaths_per_request)
+        blamed = [request.record for request in seat.running]
+        if seat.worker.was_replaced:
+            blamed = [record for record in blamed if record.note_replaced()]
+        blame(blamed, max_deaths=self._config.max_engine_deaths_per_request)
         for request in requests:
             if (end := self._end_of_lost(request)) is not None:
                 self._finish_here(request, end)

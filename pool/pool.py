@@ -11,6 +11,7 @@ must keep their top level behind ``if __name__ == "__main__"``: spawned processe
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import secrets
 from collections import Counter
@@ -32,7 +33,10 @@ from .states import WorkerStatus
 from .stream import PoolStream
 
 OnChange = Callable[[WorkerStatus], None]
-"""Told, in the event loop, when the state of an engine process has changed or its loading has advanced."""
+"""Told, in the event loop, when the state of an engine process has changed or its loading has advanced.
+It must not raise; a broken one hears nothing more."""
+
+_log = logging.getLogger(__name__)
 
 
 class ModelLoadFailed(Exception):
@@ -43,6 +47,8 @@ class PoolState(Enum):
     """Where a pool stands."""
 
     NEW = auto()
+    OPENING = auto()
+    """It is being entered."""
     OPEN = auto()
     DRAINING = auto()
     """No new requests; those that are in go on."""
@@ -53,7 +59,8 @@ _S = PoolState
 
 _FOLLOWERS: Mapping[PoolState, frozenset[PoolState]] = MappingProxyType(
     {
-        _S.NEW: frozenset({_S.OPEN}),
+        _S.NEW: frozenset({_S.OPENING}),
+        _S.OPENING: frozenset({_S.OPEN, _S.CLOSED}),
         _S.OPEN: frozenset({_S.DRAINING, _S.CLOSED}),
         _S.DRAINING: frozenset({_S.DRAINING, _S.CLOSED}),
         _S.CLOSED: frozenset(),
@@ -108,20 +115,28 @@ class Pool:
         self._canonical = {name: spec.name for spec in config.models for name in (spec.name, *spec.aliases)}
 
     async def __aenter__(self) -> Self:
+        self._move_to(PoolState.OPENING)
+        try:
+            environment = await asyncio.to_thread(engine_environment, self._config.preload_blas, os.environ)
+            for spec in self._config.models:
+                self._groups[spec.name] = WorkerGroup(
+                    spec, self._config, environment, on_end=self._note_end, on_change=self._note_change
+                )
+            for group in self._groups.values():
+                group.start()
+        except BaseException:
+            self._move_to(PoolState.CLOSED)
+            for group in self._groups.values():
+                group.kill()
+            raise
         self._move_to(PoolState.OPEN)
-        environment = await asyncio.to_thread(engine_environment, self._config.preload_blas, os.environ)
-        for spec in self._config.models:
-            self._groups[spec.name] = WorkerGroup(
-                spec, self._config, environment, on_end=self._note_end, on_change=self._note_change
-            )
-        for group in self._groups.values():
-            group.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._move_to(PoolState.CLOSED)
+        self._pulse()
         for rid in list(self._requests):
             self.cancel(rid, "shutdown")
         try:
@@ -140,13 +155,15 @@ class Pool:
         Args:
             sink: called in the event loop with the request's events, in order, never before this has returned
                 nor from within `cancel`; the last event is the only `End`.
-            tenant: prompts are cached for the same tenant only.
+            tenant: any text; prompts are cached for the same tenant only.
             client: whoever shares a tenant and this takes turns with all others when requests must wait.
 
         Raises:
             HeadraceError: the request is refused: `model_not_found`, `queue_full` (with `retry_after_ms`),
                 `shutting_down`, or `engine_error` for a model that cannot be loaded.
+            UnicodeEncodeError: the tenant has a lone surrogate, which is not text.
         """
+        tenant.encode()
         try:
             group, options = self._resolve(frame)
             request = Request(
@@ -195,8 +212,7 @@ class Pool:
             group.credit(request, tokens)
 
     def _resolve(self, frame: RequestFrame) -> tuple[WorkerGroup, GenerationOptions]:
-        if self._state is PoolState.NEW:
-            raise RuntimeError("enter the pool before using it: async with Pool(...)")
+        self._check_entered()
         if self._state is not PoolState.OPEN:
             raise ServerError(ErrorCode.SHUTTING_DOWN, "the server is about to stop")
         wanted = frame.options.model
@@ -212,6 +228,10 @@ class Pool:
             seed=secrets.randbits(53),  # what JavaScript can hold in a number
         )
         return self._groups[name], options
+
+    def _check_entered(self) -> None:
+        if self._state in (PoolState.NEW, PoolState.OPENING):
+            raise RuntimeError("enter the pool before using it: async with Pool(...)")
 
     def _note_end(self, request: Request, end: End) -> None:
         del self._requests[request.rid]
@@ -250,13 +270,17 @@ class Pool:
         """Wait until a model can answer.
 
         Raises:
-            ModelLoadFailed: none ever will; the message says why, for the operator.
+            ModelLoadFailed: none ever will, or the pool is closed; the message says why, for the operator.
             TimeoutError: none could in time; the message says what the engine processes last died of.
         """
+        self._check_entered()
         groups = self._groups.values()
         done = await self._wait_until(
-            lambda: self.ready or all(group.is_failed for group in groups), timeout_s
+            lambda: self.ready or self._state is PoolState.CLOSED or all(group.is_failed for group in groups),
+            timeout_s,
         )
+        if self._state is PoolState.CLOSED:
+            raise ModelLoadFailed("the pool is closed")
         if self.ready:
             return
         failures = [
@@ -282,8 +306,12 @@ class Pool:
 
     def _note_change(self, status: WorkerStatus) -> None:
         self._pulse()
-        if self._on_change is not None:
-            self._on_change(status)
+        try:
+            if self._on_change is not None:
+                self._on_change(status)
+        except Exception:
+            _log.exception("whoever is told of changes failed: it hears nothing more")
+            self._on_change = None
 
     def _pulse(self) -> None:
         """Wake those that wait for a condition."""

@@ -66,7 +66,7 @@ class EngineProcess:
         """Start the process. Takes the event loop a few milliseconds.
 
         Raises:
-            OSError: the system has no room for another process.
+            OSError, RuntimeError: the system has no room for another process, or its threads.
         """
         context = multiprocessing.get_context("spawn")
         command_read, command_write = context.Pipe(duplex=False)
@@ -93,8 +93,7 @@ class EngineProcess:
             # The process has these ends to itself: else neither side would see the other's end.
             command_read.close()
             report_write.close()
-        self._process = process
-        self._channel = Channel(
+        channel = Channel(
             self._name,
             report_read,
             command_write,
@@ -103,9 +102,14 @@ class EngineProcess:
             # Submit, credit and cancel for every request, and as much again for those that ended meanwhile.
             max_commands=6 * (self._config.max_in_flight + self._config.max_paused) + 16,
         )
-        self._channel.start()
+        try:
+            channel.start()
+        except BaseException:
+            process.kill()
+            raise
+        self._process, self._channel = process, channel
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_sentinel, process.sentinel)
-        self._watch = asyncio.create_task(self._watch_end(process, self._channel), name=f"watch {self._name}")
+        self._watch = asyncio.create_task(self._watch_end(process, channel), name=f"watch {self._name}")
 
     def send(self, command: Command) -> None:
         """Send a command. A process that does not take its commands is killed: its death tells the rest."""

@@ -10,11 +10,14 @@
    aboard had anything held against it. A suspect that is spared by that, because one that passed its
    probation may still have been it, goes on in solitude: beside none but those that nothing is held against.
    And a probation gets longer each time.
-4. After `FORGIVEN_AFTER_TOKENS` more tokens without another death, nothing is held against a request: a
-   prompt that kills engines dies at the same place again, and does not get that far.
+4. After its probation and `FORGIVEN_AFTER_TOKENS` more tokens, nothing is held against a request: a prompt
+   that kills engines dies at the same place again, and does not get that far.
+5. An engine that is replaced on purpose has not died. But a request that loses one engine after the other to
+   that before its first token there, and so would never get on, is treated as if it had killed them.
 
 So a request never fails for what its neighbour has done, and one that kills every engine fails: after as many
-deaths as the limit says if it is tried first (those with the fewest tokens are), and a few more at worst.
+deaths as the limit says if it is tried first (those with the fewest tokens are), and a few more at worst. One
+that gets further than `FORGIVEN_AFTER_TOKENS` in each is not caught: it gets on, and its neighbours with it.
 With a limit of 1 nothing is tried again, and all that were running fail.
 """
 
@@ -40,6 +43,8 @@ class Record:
     """Whether the last death would have been one too many, had there been no doubt."""
     tokens_here: int = 0
     """Tokens made in the engine that it is in."""
+    num_replaced: int = 0
+    """Engines in a row that were replaced before they made a token of it."""
 
     @property
     def is_suspect(self) -> bool:
@@ -54,11 +59,19 @@ class Record:
     def note_tokens(self, num_tokens: int) -> None:
         """Count tokens that it has made."""
         self.tokens_here += num_tokens
+        self.num_replaced = 0 if num_tokens else self.num_replaced
         if self.num_deaths:
             self.tokens_since_death += num_tokens
-            if self.tokens_since_death >= max(FORGIVEN_AFTER_TOKENS, self.probation_tokens):
+            if self.tokens_since_death >= self.probation_tokens + FORGIVEN_AFTER_TOKENS:
                 self.num_deaths = self.probation_tokens = self.tokens_since_death = 0
                 self.was_spared = False
+
+    def note_replaced(self) -> bool:
+        """Note that its engine was replaced; return whether it gets nowhere that way, and not for once."""
+        if self.tokens_here == 0:
+            self.num_replaced += 1
+        self.tokens_here = 0
+        return self.num_replaced > 1
 
 
 def may_join(record: Record, aboard: Iterable[Record]) -> bool:

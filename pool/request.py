@@ -132,6 +132,8 @@ class Request:
         self._was_recovered = False
         """Whether its first token came of another engine than its last."""
         self._has_deltas = False
+        self._was_scored = False
+        """Whether an engine has begun to thin its prompt."""
         self._progress: Progress | None = None
         """The latest."""
         self._is_silent = False
@@ -236,6 +238,7 @@ class Request:
     def _note_progress(self, event: Progress) -> Progress:
         if event.prompt_tokens is not None:
             self.prompt_tokens = event.prompt_tokens
+        self._was_scored = self._was_scored or event.phase == "score"
         if not self._was_recovered:
             self.cached_tokens = max(self.cached_tokens, event.cached)
         self._progress = replace(event, phase="recover") if self.is_recovering else event
@@ -261,6 +264,7 @@ class Request:
             queue_ms=(now_s - self.accepted_s) * 1000,
             max_tokens_is_default=self.frame.options.max_tokens is None,
             generated=list(self.generated),
+            stays_dense=bool(self.generated) and not self._was_scored,
             credit=None if self.window is None else self.window.begin(self.num_tokens),
         )
 
@@ -274,16 +278,23 @@ class Request:
         if not self._was_recovered or self.dispatched_s is None or self.first_token_s is None:
             return end
         decode_s, num_tokens = now_s - self.first_token_s, end.usage["completion_tokens"]
+        # An engine that has not come to it yet doesn't know how long the prompt is.
+        num_prompt = end.usage["prompt_tokens"] or self.prompt_tokens
         return replace(
             end,
-            usage={**end.usage, "cached_tokens": self.cached_tokens},
+            usage={
+                "prompt_tokens": num_prompt,
+                "cached_tokens": self.cached_tokens,
+                "completion_tokens": num_tokens,
+                "total_tokens": num_prompt + num_tokens,
+            },
             timings={
                 "queue_ms": _ms(self.dispatched_s - self.accepted_s),
                 "score_ms": None,
                 "prefill_ms": None,
                 "ttft_ms": _ms(self.first_token_s - self.accepted_s),
                 "decode_ms": _ms(decode_s),
-                "tokens_per_s": round((num_tokens - 1) / decode_s, 3) if decode_s > 0 else None,
+                "tokens_per_s": _ratio(num_tokens - 1, decode_s),
             },
         )
 
@@ -313,7 +324,8 @@ class Request:
 def engine_died(num_deaths: int) -> ServerError:
     """Return the error of a request that is not tried again after so many engines died under it."""
     what = "the engine process" if num_deaths <= 1 else f"{num_deaths} engine processes, one after another,"
-    return ServerError(ErrorCode.ENGINE_DIED, f"{what} died while this request was running")
+    message = f"{what} died, or had to be replaced, while this request was running"
+    return ServerError(ErrorCode.ENGINE_DIED, message)
 
 
 def model_failed(model: str) -> ServerError:
@@ -331,6 +343,10 @@ def _estimate_prompt_tokens(frame: RequestFrame) -> int:
 
 def _ms(duration_s: float) -> float:
     return round(duration_s * 1000, 3)
+
+
+def _ratio(num_tokens: int, duration_s: float) -> float | None:
+    return round(num_tokens / duration_s, 3) if num_tokens > 0 and duration_s > 0 else None
 
 
 def _ignore(event: Event) -> None:

@@ -155,9 +155,9 @@ class Supervisor:
         )
         try:
             self._process.start()
-        except OSError as error:
+        except Exception as error:  # no process, no memory, no thread: all may be there again later
             self._process = None
-            self._died(f"could not be started: {error.strerror}")
+            self._died(f"could not be started: {error}")
             return
         self._watchdog.start(time.monotonic())
         self._set_timer("watch", self._watch_interval_s, self._watch)

@@ -94,6 +94,7 @@ class Submit:
     `max_tokens_is_default`: the client named no limit, so the engine may lower it to what the context holds.
     `generated`: tokens that an earlier engine made and the client has: go on after them.
     `credit`: how many tokens may come before the first `Credit`; None: as many as there are.
+    `stays_dense`: `generated` was made from the whole prompt, so it must not be thinned now.
     """
 
     TAG: ClassVar = "submit"
@@ -105,6 +106,7 @@ class Submit:
     max_tokens_is_default: bool = False
     generated: list[int] = field(default_factory=list)
     credit: int | None = None
+    stays_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,7 @@ def encode_command(command: Command) -> bytes:
                 "queue_ms": command.queue_ms,
                 "max_tokens_is_default": command.max_tokens_is_default,
                 "generated": command.generated,
+                "stays_dense": command.stays_dense,
                 "credit": command.credit,
             }
         case Cancel():
@@ -282,6 +285,7 @@ def decode_command(data: bytes) -> Command:
                 fields["max_tokens_is_default"],
                 fields["generated"],
                 fields["credit"],
+                fields["stays_dense"],
             )
         case Cancel.TAG:
             return Cancel(**fields)

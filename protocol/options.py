@@ -5,6 +5,7 @@ A request body of OpenAI's API keeps its field names. What is not served is refu
 
 from typing import Annotated, Any, Literal, Self
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -62,7 +63,16 @@ def _not_too_deep(value: dict[str, Any]) -> dict[str, Any]:
     raise PydanticCustomError("depth", "is nested more than {most} deep", {"most": MAX_DEPTH})
 
 
-FreeObject = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
+def _json_only(value: Any) -> Any:
+    """Refuse what can't be sent on: of a program's own making, since a frame has come as JSON."""
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        raise PydanticCustomError("json", "has a value that JSON does not have") from None
+    return value
+
+
+FreeObject = Annotated[dict[str, Any], AfterValidator(_not_too_deep), AfterValidator(_json_only)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 

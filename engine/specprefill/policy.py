@@ -19,7 +19,7 @@ from .calibration import load_calibration, model_fingerprint, scorer_for
 from .model_support import check_carry_on, draft_mismatch, specprefill_support
 from .prompt_runs import Decoder, prompt_runs
 from .scoring import Scorer
-from .selection import SelectionRule
+from .selection import Range, SelectionRule
 from .sparse_prefill import SparsePlan, SparsePrefill
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,9 @@ class SpecPrefill:
         tokens: Sequence[int],
         cache: list[Any],
         num_cached: int,
-        protected: tuple[tuple[int, int], ...] = (),
+        protected: Sequence[Range] = (),
+        *,
+        stays_dense: bool = False,
     ) -> tuple[Prefill, SpecPrefillReport]:
         """Return how a prompt is read, and the report as it stands before that.
 
@@ -125,15 +127,18 @@ class SpecPrefill:
             tokens: the whole prompt; the last one is left to the first decode step.
             cache: holds the first `num_cached` of them.
             protected: ranges of the prompt that are kept whole.
+            stays_dense: it has been read densely before, and there are tokens of the answer already.
         """
         num_new = len(tokens) - num_cached
         reason = decide(options, self._config, num_new=num_new, unavailable=self._unavailable)
+        if reason is None and stays_dense:
+            reason = "prompt_cached" if options.specprefill else "below_threshold"
         if reason is None and self._scorer is not None:
             keep_pct = options.specprefill_keep_pct or self._config.keep_pct
             rule = SelectionRule(
                 keep_pct, self._config.chunk_tokens, self._config.sink_tokens, self._config.tail_tokens
             )
-            plan = SparsePlan(self._scorer, rule, carry_on=self._carry_on, protected=protected)
+            plan = SparsePlan(self._scorer, rule, carry_on=self._carry_on, protected=tuple(protected))
             report = specprefill_not_run(options, UNFINISHED, len(tokens), num_cached)
             return SparsePrefill(self._target, tokens, cache, num_cached, plan), report
         report = specprefill_not_run(options, reason or FAILED, len(tokens), num_cached)
@@ -143,10 +148,13 @@ class SpecPrefill:
 def report_of(
     options: GenerationOptions,
     prefill: SparsePrefill,
-    tokens: Sequence[int],
+    prompt_tokens: Sequence[int],
     new_decoder: Callable[[], Decoder],
 ) -> SpecPrefillReport:
-    """Return what a complete sparse prefill of `tokens` did, as the wire shows it."""
+    """Return what a complete sparse prefill did, as the wire shows it.
+
+    Tokens of the answer that an earlier engine made were read behind the prompt; they don't count.
+    """
     done = prefill.report
     report: SpecPrefillReport = {
         "requested": options.specprefill,
@@ -161,9 +169,11 @@ def report_of(
         "draft": done.draft,
     }
     if options.specprefill_debug:
-        report["kept_ranges"] = [list(kept) for kept in done.kept_ranges]
-        num_cached = done.prompt_tokens - done.sparse_tokens
-        report["prompt_runs"] = prompt_runs(tokens, num_cached, done.kept_ranges, new_decoder)
+        end = len(prompt_tokens)
+        kept = [(start, min(stop, end)) for start, stop in done.kept_ranges if start < end]
+        num_cached = min(done.prompt_tokens - done.sparse_tokens, end)
+        report["kept_ranges"] = [list(each) for each in kept]
+        report["prompt_runs"] = prompt_runs(prompt_tokens, num_cached, kept, new_decoder)
     return report
 
 

@@ -1,6 +1,7 @@
 """Tests for engine/mlx_engine.py, with a tiny random model in this process, and with the default model."""
 
 import random
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from tiny_models import tiny_model
 from headrace.engine.config import EngineConfig, SpecPrefillConfig
 from headrace.engine.loading.loader import LoadedModel
 from headrace.engine.mlx_engine import MlxEngine
+from headrace.engine.prompt import PromptBuilder
 from headrace.engine.specprefill.policy import SpecPrefill
+from headrace.engine.tokenizing import SHORT_BYTES
 from headrace.protocol.frames import RequestId
 from headrace.protocol.messages import Delta, End, Progress, Submit
 from headrace.protocol.options import ChatInput, CompletionInput, GenerationOptions
@@ -61,17 +64,28 @@ def submit(
     default_limit: bool = False,
     generated=(),
     credit=None,
+    stays_dense=False,
     **options,
 ) -> None:
     fields = {"max_tokens": 12, "temperature": 0.0, "seed": 1, "logit_bias": NO_END} | options
-    request = (
-        ChatInput.model_validate({"messages": [{"role": "user", "content": prompt[0]}]})
-        if isinstance(prompt, tuple)
-        else CompletionInput(prompt=prompt)
-    )
+    request = prompt
+    if isinstance(prompt, tuple):
+        request = ChatInput.model_validate({"messages": [{"role": "user", "content": prompt[0]}]})
+    elif not isinstance(prompt, ChatInput):
+        request = CompletionInput(prompt=prompt)
     options_ = GenerationOptions(**fields)
     engine.submit(
-        Submit(RequestId(rid), request, options_, tenant, 0.0, default_limit, list(generated), credit)
+        Submit(
+            RequestId(rid),
+            request,
+            options_,
+            tenant,
+            0.0,
+            default_limit,
+            list(generated),
+            credit,
+            stays_dense,
+        )
     )
 
 
@@ -478,6 +492,50 @@ def test_a_prompt_that_waits_in_line_says_so(new_engine):
     assert {(e.phase, e.total) for e in heard} == {("queue", None)}
 
 
+def test_a_long_text_is_tokenized_beside_the_steps(new_engine, monkeypatch):
+    """Others get tokens meanwhile, a short prompt overtakes it, and it can be cancelled."""
+    go_on = threading.Event()
+    build = PromptBuilder.build
+
+    def slow_build(self, request):
+        if len(request.prompt) > SHORT_BYTES:
+            go_on.wait(20)
+        return build(self, request)
+
+    monkeypatch.setattr(PromptBuilder, "build", slow_build)
+    engine = new_engine()
+    text_ = "x" * (SHORT_BYTES + 1)
+    submit(engine, "long", text_)
+    submit(engine, "gone", text_)
+    began_s = time.monotonic()
+    assert engine.busy
+    engine.step()
+    assert time.monotonic() - began_s < 5
+    submit(engine, "short", "hello")
+    engine.cancel(RequestId("gone"), "client")
+    events = run(engine, until=lambda ev: any(isinstance(e, End) and e.rid == "short" for e in ev))
+    assert end(events, "gone").status == "cancelled"
+    assert engine.stats.waiting == 1
+    go_on.set()
+    assert end(run(engine, events), "long").error["code"] == "context_too_long"
+    assert idle(engine)
+    engine.close()
+
+
+def test_tokens_whose_text_is_held_back_are_sent_in_time(new_engine):
+    """So that a tool call, which has no text until it is complete, is no silence."""
+    engine = new_engine(progress_interval_s=0.0)
+    submit(engine, "free", "hello there", max_tokens=10)
+    whole = text(run(engine), "free")
+    submit(engine, "a", "hello there", max_tokens=10, stop=[whole + "!"])
+    events = run(engine)
+    deltas = [e for e in events if isinstance(e, Delta)]
+    assert all(delta.n <= 2 for delta in deltas)
+    assert [delta.text for delta in deltas[:-1]] == [""] * (len(deltas) - 1)
+    assert text(events, "a") == whole
+    assert end(events, "a").usage["completion_tokens"] == 10
+
+
 # --- going on with a stream ---
 
 KINDS = [
@@ -555,6 +613,37 @@ def test_caches_of_paused_streams_are_bounded(new_engine):
     run(engine, events)
     assert {text(events, f"p{number}") for number in range(5)} == {undisturbed}
     assert idle(engine)
+
+
+def test_a_stream_that_goes_on_does_not_overtake_a_new_prompt_for_its_age(new_engine):
+    """What it waited before its first token is not a reason to read it again first."""
+    engine = new_engine(max_held_caches=0)
+    for number in range(3):
+        submit(engine, f"old{number}", LONG, max_tokens=50, credit=1, cache_prompt=False)
+    events = run(engine)
+    time.sleep(0.5)
+    for number in range(3):
+        engine.credit(RequestId(f"old{number}"), 1)
+    submit(engine, "new", LONG[:100], cache_prompt=False)
+    run(engine, events, lambda ev: bool(tokens_of(ev, "new")))
+    assert all(len(tokens_of(events, f"old{number}")) == 1 for number in range(3))
+
+
+@pytest.mark.parametrize("why", ["client", "a fault"])
+def test_who_waits_in_a_second_engine_has_the_tokens_of_the_first(new_engine, why):
+    """Its end counts what its client has, whether it is cancelled or cannot be admitted."""
+    engine = new_engine(max_prefills=1)
+    submit(engine, "first", LONG)
+    engine.step()
+    generated = [65, 66, 67]
+    if why == "client":
+        submit(engine, "a", "hello", generated=generated)
+        engine.cancel(RequestId("a"), "client")
+    else:
+        submit(engine, "a", [VOCABULARY], generated=generated)
+    last = next(e for e in run(engine) if isinstance(e, End) and e.rid == "a")
+    assert last.status == ("cancelled" if why == "client" else "failed")
+    assert last.usage["completion_tokens"] == 3
 
 
 def test_a_paused_stream_can_be_cancelled(new_engine):
@@ -690,6 +779,60 @@ def test_the_report_of_a_paused_stream_is_that_of_its_prompt(new_engine):
     last = end(run(engine, events), "a")
     assert last.specprefill["prompt_tokens"] == last.usage["prompt_tokens"] == len(LONG)
     assert last.timings["score_ms"] + last.timings["prefill_ms"] <= last.timings["ttft_ms"]
+
+
+@pytest.mark.parametrize("how", ["another engine", "a pause"])
+def test_a_dense_stream_stays_dense(new_engine, how):
+    """Though prompt and answer together are longer than the threshold."""
+    config = SpecPrefillConfig(enabled=True, threshold=len(LONG) + 5)
+    engine = new_engine(specprefill=config, max_held_caches=0)
+    submit(engine, "free", LONG, max_tokens=20, cache_prompt=False)
+    undisturbed = run(engine)
+    tokens = tokens_of(undisturbed, "free")
+    if how == "a pause":
+        submit(engine, "a", LONG, max_tokens=20, cache_prompt=False, credit=10)
+        events = run(engine)
+        engine.credit(RequestId("a"), 100)
+        run(engine, events)
+    else:
+        submit(engine, "a", LONG, max_tokens=20, cache_prompt=False, generated=tokens[:10], stays_dense=True)
+        events = run(engine)
+    assert tokens_of(events, "a")[-10:] == tokens[10:]
+    last = next(e for e in events if isinstance(e, End))
+    assert (last.specprefill["applied"], last.specprefill["reason"]) == (False, "below_threshold")
+    assert last.specprefill["prompt_tokens"] == len(LONG)
+
+
+def test_what_was_kept_is_told_of_the_prompt_alone(new_engine):
+    """Not of the tokens that an earlier engine made, which are read behind it."""
+    engine = new_engine()
+    options = {"specprefill_debug": True, "max_tokens": 30, **SPARSE}
+    submit(engine, "a", LONG, generated=[65] * 20, **options)
+    report = next(e for e in run(engine) if isinstance(e, End)).specprefill
+    assert report["applied"]
+    assert sum(each["tokens"] for each in report["prompt_runs"]) == report["prompt_tokens"] == len(LONG)
+    assert sum(stop - start for start, stop in report["kept_ranges"]) == report["kept_tokens"]
+    assert report["kept_ranges"][-1][1] == len(LONG)
+
+
+def test_the_system_prompt_is_kept_after_a_pause_too(new_engine):
+    """`keep_system_prompt` is a promise about the stream, not about its first reading."""
+    system = "".join(chr(97 + index * 7 % 26) for index in range(120))
+    user = "".join(chr(65 + index * 11 % 26) for index in range(300))
+    chat = ChatInput.model_validate(
+        {"messages": [{"role": "system", "content": system}, {"role": "user", "content": user}]}
+    )
+    engine = new_engine(specprefill=SpecPrefillConfig(keep_system_prompt=True, keep_pct=0.4))
+    submit(engine, "a", chat, credit=3, max_tokens=6, **SPARSE)
+    run(engine)
+    [request] = engine._paused.values()
+    engine.credit(RequestId("a"), 100)
+    again = request.prefill
+    run(engine)
+    start, stop = again.report.kept_ranges[0]
+    assert start == 0
+    assert stop >= len(system)
+    assert again.report.kept_tokens < len(request.prompt.tokens)
 
 
 def test_a_sparse_request_leaves_no_trace_in_the_prompt_cache(new_engine):

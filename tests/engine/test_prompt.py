@@ -3,11 +3,12 @@
 import pytest
 from byte_tokenizer import byte_tokenizer
 
-from headrace.engine.prompt import build_prompt
+from headrace.engine.prompt import Prompt, PromptBuilder
 from headrace.protocol.errors import ErrorCode, RequestError
 from headrace.protocol.options import ChatInput, CompletionInput
 
 VOCABULARY = 261
+CONTEXT = 4096
 
 
 @pytest.fixture(scope="module")
@@ -19,20 +20,24 @@ def chat(*messages, **fields) -> ChatInput:
     return ChatInput.model_validate({"messages": list(messages), **fields})
 
 
+def build(tokenizer, request) -> Prompt:
+    return PromptBuilder(tokenizer, VOCABULARY, CONTEXT).build(request)
+
+
 def text_of(tokenizer, request) -> str:
-    return tokenizer.decode(build_prompt(tokenizer, request, VOCABULARY).tokens)
+    return tokenizer.decode(build(tokenizer, request).tokens)
 
 
 def refused(tokenizer, request) -> tuple[ErrorCode, str | None]:
     with pytest.raises(RequestError) as caught:
-        build_prompt(tokenizer, request, VOCABULARY)
+        build(tokenizer, request)
     return caught.value.code, caught.value.param
 
 
 def test_text_and_tokens_give_the_same_prompt(tokenizer):
     """A completion's prompt may be either."""
-    by_text = build_prompt(tokenizer, CompletionInput(prompt="héllo"), VOCABULARY)
-    by_tokens = build_prompt(tokenizer, CompletionInput(prompt=by_text.tokens), VOCABULARY)
+    by_text = build(tokenizer, CompletionInput(prompt="héllo"))
+    by_tokens = build(tokenizer, CompletionInput(prompt=by_text.tokens))
     assert by_tokens == by_text
     assert by_tokens.text == "héllo"
 
@@ -41,6 +46,17 @@ def test_a_token_outside_the_vocabulary_is_named(tokenizer):
     """The error says which."""
     request = CompletionInput(prompt=[1, 2, VOCABULARY])
     assert refused(tokenizer, request) == (ErrorCode.INVALID_PARAM, "prompt[2]")
+
+
+def test_what_is_too_long_for_certain_is_not_tokenized(tokenizer, monkeypatch):
+    """By the number of ids, or of bytes: a token stands for only so many."""
+    text = "x" * 1_000_000
+    rendered = tokenizer.encode("x")
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: rendered, raising=False)
+    for request in (CompletionInput(prompt=[1] * CONTEXT), CompletionInput(prompt=text)):
+        assert refused(tokenizer, request) == (ErrorCode.CONTEXT_TOO_LONG, "prompt")
+    messages = chat({"role": "user", "content": text})
+    assert refused(tokenizer, messages) == (ErrorCode.CONTEXT_TOO_LONG, "messages")
 
 
 def test_messages_go_through_the_chat_template(tokenizer):
@@ -62,11 +78,9 @@ def test_tools_reach_the_template_unless_the_choice_is_none(tokenizer):
 
 def test_template_arguments_reach_the_template(tokenizer):
     """And an opened reasoning in the prompt is where the answer begins."""
-    prompt = build_prompt(
-        tokenizer, chat({"role": "user", "content": "x"}, chat_template_kwargs={"think": True}), VOCABULARY
-    )
+    prompt = build(tokenizer, chat({"role": "user", "content": "x"}, chat_template_kwargs={"think": True}))
     assert prompt.starts_in == "reasoning"
-    assert build_prompt(tokenizer, chat({"role": "user", "content": "x"}), VOCABULARY).starts_in == "normal"
+    assert build(tokenizer, chat({"role": "user", "content": "x"})).starts_in == "normal"
 
 
 @pytest.mark.parametrize("name", ["tokenize", "messages", "add_generation_prompt"])
@@ -80,9 +94,9 @@ def test_a_template_that_fails_refuses_the_messages(tokenizer):
     """What its author says reaches the client; what Python says does not."""
     user = {"role": "user", "content": "x"}
     with pytest.raises(RequestError, match="roles must alternate"):
-        build_prompt(tokenizer, chat(user, chat_template_kwargs={"refuse": True}), VOCABULARY)
+        build(tokenizer, chat(user, chat_template_kwargs={"refuse": True}))
     with pytest.raises(RequestError) as caught:
-        build_prompt(tokenizer, chat(user, chat_template_kwargs={"explode": True}), VOCABULARY)
+        build(tokenizer, chat(user, chat_template_kwargs={"explode": True}))
     assert "zero" not in caught.value.message
 
 

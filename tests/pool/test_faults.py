@@ -1,10 +1,12 @@
 """Engine processes that die, hang, flood and fail to load; and a parent that is killed."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -207,6 +209,32 @@ async def test_an_interrupted_exit_leaves_nothing():
 
 
 # --- load failures ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["read", "write"])
+async def test_a_process_without_its_threads_is_started_again(monkeypatch, name: str):
+    """The system had no room for one; the streams wait, and the half-started process is killed."""
+    async with Pool(make_config(model(scripted_token_delay_ms=5))) as pool:
+        await pool.wait_ready(LIMIT_S)
+        recorder = Recorder()
+        pool.start(frame(max_tokens=50), recorder)
+        await recorder.tokens(3)
+        start, failed = threading.Thread.start, []
+
+        def fail_once(thread: threading.Thread) -> None:
+            if not failed and thread.name.startswith(name):
+                failed.append(thread)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fail_once)
+        pid = pids(pool)[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert (await recorder.end()).status == "completed"
+        assert failed
+        assert recorder.text == answer(50)
+        await eventually(lambda: len(multiprocessing.active_children()) == 1)
 
 
 async def test_a_crash_during_load_backs_off_and_is_tried_again(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Tests for pool/pool.py and pool/group.py: requests through real engine processes."""
 
 import asyncio
+import multiprocessing
 import random
 import time
 
@@ -20,7 +21,8 @@ from pool_helpers import (
     model,
 )
 
-from headrace.pool import Pool, WorkerState
+from headrace.pool import ModelLoadFailed, Pool, WorkerState
+from headrace.pool.group import WorkerGroup
 from headrace.protocol.errors import ErrorCode, HeadraceError
 from headrace.protocol.messages import Delta, End, Progress
 
@@ -361,6 +363,53 @@ async def test_exit_while_loading_is_quick():
         started_s = time.monotonic()
     assert time.monotonic() - started_s < 1.5
     assert (await recorder.end()).reason == "shutdown"
+
+
+async def test_whoever_is_told_of_changes_may_fail():
+    """It hears nothing more, and the pool goes on."""
+    heard = []
+
+    def fail(status):
+        heard.append(status)
+        raise RuntimeError("a fault of the program's")
+
+    async with Pool(make_config(), on_change=fail) as pool:
+        recorder = Recorder()
+        pool.start(frame(max_tokens=3), recorder)
+        assert (await recorder.end()).status == "completed"
+    assert len(heard) == 1
+
+
+async def test_a_pool_that_cannot_be_entered_leaves_nothing(monkeypatch):
+    """Neither processes nor a state in which requests are taken."""
+    pool = Pool(make_config(model("a"), model("b")))
+    start = WorkerGroup.start
+
+    def fail_second(group):
+        if group.workers[0].model == "b":
+            raise RuntimeError("no more")
+        start(group)
+
+    monkeypatch.setattr(WorkerGroup, "start", fail_second)
+    with pytest.raises(RuntimeError, match="no more"):
+        async with pool:
+            pass
+    await eventually(lambda: not multiprocessing.active_children())
+    with pytest.raises(HeadraceError, match="about to stop"):
+        pool.start(frame(), Recorder())
+
+
+async def test_closing_a_pool_ends_those_that_wait_for_it():
+    """At once, and not after their own deadline."""
+    pool = Pool(make_config(model(scripted_load_s=30)))
+    with pytest.raises(RuntimeError, match="enter the pool"):
+        await pool.wait_ready(1)
+    async with pool:
+        waiting = asyncio.create_task(pool.wait_ready(60))
+        await asyncio.sleep(0.05)
+    with pytest.raises(ModelLoadFailed, match="closed"):
+        async with asyncio.timeout(1):
+            await waiting
 
 
 async def test_a_pool_must_be_entered():

@@ -86,12 +86,14 @@ def test_forgives():
     """A request that has gone well past the place of the death is like new."""
     record = Record()
     blame([record], max_deaths=2)
-    record.note_tokens(FORGIVEN_AFTER_TOKENS)
+    record.note_tokens(PROBATION_TOKENS + FORGIVEN_AFTER_TOKENS - 1)
     assert not record.is_suspect
+    assert record.num_deaths == 1
+    record.note_tokens(1)
     assert record.num_deaths == 0
 
 
-@pytest.mark.parametrize("strikes_after", [0, 1, 5, 20])
+@pytest.mark.parametrize("strikes_after", [0, 1, 5, 20, 40, 63])
 @pytest.mark.parametrize("tokens_before", [0, 100])
 def test_a_killer_fails_and_its_neighbours_do_not(strikes_after: int, tokens_before: int):
     """Simulated: one of 16 kills every engine, some tokens after its start there; it alone fails."""
@@ -117,5 +119,5 @@ def test_a_killer_fails_and_its_neighbours_do_not(strikes_after: int, tokens_bef
             made[id(record)] += 1
             record.note_tokens(1)
     assert killer.num_deaths == 2
-    assert num_engines <= 7
+    assert num_engines <= 9
     assert [record.num_deaths < 2 for record in records].count(False) == 1

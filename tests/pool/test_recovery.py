@@ -336,6 +336,23 @@ async def test_a_memory_limit_that_cannot_be_kept():
         assert "given up" in failure
 
 
+async def test_a_prompt_that_no_engine_has_the_memory_for_ends():
+    """Each engine is replaced while it reads it: not for ever."""
+    config = make_config(
+        model(scripted_prefill_tokens_per_s=1000),
+        memory_limit_bytes=1 << 20,
+        replace_drain_s=0.1,
+        hang_timeout_s=0.4,
+    )
+    async with Pool(config) as pool:
+        recorder = Recorder()
+        pool.start(frame("word " * 5000, max_tokens=5), recorder)
+        end = await recorder.end()
+        assert (end.status, end.reason) == ("failed", "engine_died")
+        assert pool.statistics().recovered_total == 2
+        assert_idle(pool)
+
+
 async def test_a_process_that_cannot_be_killed_is_left(monkeypatch):
     """Its streams go on in another one after the deadline."""
     config = make_config(model(scripted_token_delay_ms=1), **QUICK, kill_timeout_s=0.2)

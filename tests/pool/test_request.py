@@ -5,7 +5,7 @@ from pool_helpers import Recorder, chat_frame, frame
 
 from headrace.pool.request import TRANSITIONS, Request, RequestEvent, RequestState, engine_died
 from headrace.protocol.errors import IllegalTransition
-from headrace.protocol.frames import RequestFrame, RequestId
+from headrace.protocol.frames import Phase, RequestFrame, RequestId
 from headrace.protocol.messages import CancelReason, Delta, Progress
 from headrace.protocol.options import CompletionInput
 from headrace.protocol.stream import end_without_engine
@@ -110,6 +110,39 @@ def test_another_engine_goes_on_where_the_first_one_was():
         "decode_ms": 4000,
         "tokens_per_s": 0.5,
     }
+
+
+def test_an_engine_that_did_not_come_to_it_knows_less_than_the_pool():
+    """Cancelled in its line: the prompt's length and no speed of a single token."""
+    request = make_request()
+    request.apply(RequestEvent.DISPATCH)
+    request.dispatched_s = 6.0
+    request.deliver(Progress(request.rid, "prefill", 40, 100, 30, prompt_tokens=100))
+    request.deliver(Delta(request.rid, "a", 1, tokens=[7]), 7.0)
+    request.lose_engine()
+    request.apply(RequestEvent.DISPATCH)
+    end = end_without_engine(
+        request.rid, request.options, status="cancelled", reason="client", error=None, completion_tokens=1
+    )
+    settled = request.settled(end, 12.0)
+    assert settled.usage == {
+        "prompt_tokens": 100,
+        "cached_tokens": 30,
+        "completion_tokens": 1,
+        "total_tokens": 101,
+    }
+    assert settled.timings["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize("phase", ["score", "prefill"])
+def test_another_engine_is_told_how_the_prompt_was_read(phase: Phase):
+    """A prompt that was read densely must not be thinned with half of its answer there."""
+    request = make_request()
+    request.apply(RequestEvent.DISPATCH)
+    request.deliver(Progress(request.rid, phase, 0, 100, 0, prompt_tokens=100))
+    assert not request.submit_message(6.0).stays_dense, "no tokens yet: the next one decides anew"
+    request.deliver(Delta(request.rid, "a", 1, tokens=[7]), 7.0)
+    assert request.submit_message(8.0).stays_dense == (phase == "prefill")
 
 
 def test_an_engine_that_dies_before_the_first_token_leaves_no_trace():
