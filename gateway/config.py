@@ -39,8 +39,9 @@ class LimitsConfig:
     """Unsent bytes past which a connection that does not read fast enough is dropped with 4508."""
     write_buffer_bytes: int = 64 << 10
     """Bytes handed to the system ahead of the client; past it deltas merge instead."""
-    socket_send_buffer_bytes: int | None = None
-    """The system's own buffer for each connection (SO_SNDBUF); None: the system decides, up to megabytes."""
+    socket_send_buffer_bytes: int | None = 256 << 10
+    """The system's own buffer for each connection (SO_SNDBUF): what it has taken merges no more, and a ping
+    waits behind it. None: the system decides, up to megabytes."""
     max_unread_frames: int = 64
     """Messages from a client that wait for the reader; past it the socket is not read."""
 

@@ -71,6 +71,7 @@ class Connection:
         self._metrics = metrics
         self._deadlines = config.deadlines
         limits = config.limits
+        self._max_buffered_bytes = limits.max_buffered_bytes
         self._send_buffer_bytes = limits.socket_send_buffer_bytes
         self._session = Session(
             hello,
@@ -100,6 +101,7 @@ class Connection:
         """Serve until the WebSocket is closed, by whoever."""
         self._socket.watch(
             stall_timeout_s=self._deadlines.stall_timeout_s,
+            max_unsent_bytes=self._max_buffered_bytes,
             on_stall=self._note_stall,
             on_writable=self._outbox.wake,
         )
@@ -136,6 +138,10 @@ class Connection:
         """Send what is buffered, then close; abort when that takes longer than `close_timeout_s`."""
         if self._closing is None:
             self._closing = self._loop.create_task(self._close(code, reason))
+
+    async def wait_sent(self) -> None:
+        """Wait until everything is written, or nothing can be any more; the caller sets a deadline."""
+        await self._outbox.wait_emptied()
 
     def abort(self) -> None:
         """Drop the connection at once."""

@@ -1,21 +1,36 @@
-"""A WebSocket that never waits to write, and that notices a peer which has stopped reading.
+"""A WebSocket that never waits to write, and that notices a peer which has stopped reading, or is gone.
 
 websockets' `send`, `close` and keepalive all wait until the transport's buffer has drained, without a
 deadline: against a peer that has stopped reading they wait for ever. So writing here is a plain call, the
 transport says when there is room again, and a timer watches the buffer while there is none.
+
+Its keepalive takes nothing but the pong for a sign of life. A pong waits behind all that the peer has sent
+before it, and the ping behind all that it has not read yet: busy and slow peers would be dropped. Here
+whatever comes from the peer counts, and so does room that it makes.
 """
 
 import asyncio
 from asyncio.trsock import TransportSocket
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from socket import SO_SNDBUF, SOL_SOCKET
 
 from websockets.asyncio.server import ServerConnection
+from websockets.frames import CloseCode
 from websockets.protocol import State
 
 from .doors import Doors, Verdict
 
 _LOOKS_PER_TIMEOUT = 4
+_FOREIGN_LINGER_S = 1.0
+"""How long the rest of a request is read that is no WebSocket's: else its sender never sees the answer."""
+_FOREIGN_BODY = (
+    b'{"error":{"code":"method_not_allowed","message":"only GET is served here: '
+    b'this server speaks WebSocket at /v1/stream"}}'
+)
+_FOREIGN_ANSWER = (
+    b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+) % (len(_FOREIGN_BODY), _FOREIGN_BODY)
 
 
 class GatewaySocket(ServerConnection):
@@ -26,6 +41,10 @@ class GatewaySocket(ServerConnection):
     _on_writable: Callable[[], None] | None = None
     _timer: asyncio.TimerHandle | None = None
     _is_writable = True
+    _max_unsent_bytes: int | None = None
+    _alive_at_s = 0.0
+    _is_first = True
+    _is_foreign = False
     _doors: Doors | None = None
     _is_counted = False
     address: str | None = None
@@ -39,12 +58,19 @@ class GatewaySocket(ServerConnection):
         return self
 
     def watch(
-        self, *, stall_timeout_s: float, on_stall: Callable[[], None], on_writable: Callable[[], None]
+        self,
+        *,
+        stall_timeout_s: float,
+        max_unsent_bytes: int,
+        on_stall: Callable[[], None],
+        on_writable: Callable[[], None],
     ) -> None:
-        """Tell what to call when the peer reads again, and when it has taken nothing for too long.
+        """Tell what to call when the peer reads again, and when it does not.
 
-        `on_stall` is called once, right before the transport is aborted.
+        `on_stall` is called right before the transport is aborted: the peer has taken nothing for too long,
+        or more waits than may though nobody has written it: answers to its pings.
         """
+        self._max_unsent_bytes = max_unsent_bytes
         self._stall_timeout_s = stall_timeout_s
         self._on_stall = on_stall
         self._on_writable = on_writable
@@ -82,7 +108,49 @@ class GatewaySocket(ServerConnection):
         """Drop the connection, and what it has not taken, at once."""
         self.transport.abort()
 
+    async def keepalive(self) -> None:
+        """Ping the peer again and again; close the connection when it is silent. websockets starts this."""
+        assert self.ping_interval is not None
+        while True:
+            await asyncio.sleep(self.ping_interval)
+            pong = await self.ping()
+            if self.ping_timeout is not None and not await self._shows_life(pong, self.ping_timeout):
+                async with self.send_context():
+                    self.protocol.fail(CloseCode.INTERNAL_ERROR, "keepalive ping timeout")
+
+    async def _shows_life(self, pong: Awaitable[float], timeout_s: float) -> bool:
+        """Wait for a pong; return False if nothing at all has come for so long."""
+        began_s = self.loop.time()
+        answer = asyncio.ensure_future(pong)
+        while not answer.done():
+            silent_s = self.loop.time() - max(began_s, self._alive_at_s)
+            if silent_s >= timeout_s:
+                return False
+            await asyncio.wait([answer], timeout=timeout_s - silent_s)
+        return True
+
     # --- called by the transport ---
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the peer sends."""
+        self._alive_at_s = self.loop.time()
+        if self._is_first:
+            self._is_first = False
+            if not b"GET ".startswith(data[:4]):
+                self._answer_foreign()
+        if self._is_foreign:
+            return
+        super().data_received(data)
+        if self._max_unsent_bytes is not None and self.unsent_bytes > self._max_unsent_bytes:
+            if self._on_stall is not None:
+                self._on_stall()
+            self.abort()
+
+    def _answer_foreign(self) -> None:
+        """Answer a request with another method, which websockets drops without a word if it has a body."""
+        self._is_foreign = True
+        self.transport.write(_FOREIGN_ANSWER)
+        self.loop.call_later(_FOREIGN_LINGER_S, self.transport.close)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Note that there is a client, before its handshake."""
@@ -106,6 +174,7 @@ class GatewaySocket(ServerConnection):
     def resume_writing(self) -> None:
         """Note that the buffer has room again."""
         super().resume_writing()
+        self._alive_at_s = self.loop.time()
         self._is_writable = True
         self._stop_watching()
         if self._on_writable is not None:

@@ -23,7 +23,9 @@ class PoolConfig:
     max_in_flight: int = 16
     """Requests that one engine process is given at a time."""
     max_paused: int = 1024
-    """Requests beyond those that an engine process may hold while their clients give no credit."""
+    """Requests beyond those that an engine process may hold while their clients give no credit. With one more
+    the client that has the most of them loses the one that has waited longest: it is cancelled with reason
+    `slow_consumer`."""
     paused_timeout_s: float = 600.0
     """How long a request may wait for credit; then it is cancelled with reason `slow_consumer`."""
     max_queue: int = 64
@@ -84,14 +86,11 @@ class PoolConfig:
             raise ValueError(f"model names and aliases must differ: {', '.join(names)}")
         if any(spec.workers < 1 for spec in self.models):
             raise ValueError("a model needs at least one worker")
-        if min(self.max_in_flight, self.default_max_tokens, self.max_engine_deaths_per_request) < 1:
-            raise ValueError(
-                "max_in_flight, default_max_tokens and max_engine_deaths_per_request must be at least 1"
-            )
-        if min(self.max_queue, self.max_paused, self.max_restarts_in_a_row, self.replace_drain_s) < 0:
-            raise ValueError(
-                "max_queue, max_paused, max_restarts_in_a_row and replace_drain_s must not be negative"
-            )
+        for name in ("max_in_flight", "max_paused", "default_max_tokens", "max_engine_deaths_per_request"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if min(self.max_queue, self.max_restarts_in_a_row, self.replace_drain_s) < 0:
+            raise ValueError("max_queue, max_restarts_in_a_row and replace_drain_s must not be negative")
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise ValueError("memory_limit_bytes must be greater than 0, or None")
         for name in (

@@ -188,7 +188,10 @@ class WorkerGroup:
             return False
         if request.state is RequestState.RUNNING and (due := request.window.take_due(request.num_tokens)):
             seat.worker.send(Credit(request.rid, due))
-        return seat.note_pause(request)
+        has_room = seat.note_pause(request)
+        if has_room and (surplus := seat.one_paused_too_many) is not None:
+            self._loop.call_soon(self.cancel, surplus, "slow_consumer")
+        return has_room
 
     def _watch_credit(self, request: Request) -> None:
         """Let a request go, in the end, whose client allows no more tokens."""

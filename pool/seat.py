@@ -1,5 +1,7 @@
 """A worker's place in its group: the requests that it has been given, and what it has read before."""
 
+from collections import Counter
+
 from ..protocol.frames import RequestId
 from .prefix import PrefixIndex
 from .quarantine import may_join
@@ -17,7 +19,8 @@ class Seat:
         self.requests: dict[RequestId, Request] = {}
         self._max_paused = max_paused
         self._num_tokens = 0
-        self._paused: set[RequestId] = set()
+        self._paused: dict[RequestId, Request] = {}
+        """In the order in which they were paused."""
         self._prefixes = PrefixIndex()
 
     @property
@@ -47,7 +50,7 @@ class Seat:
         """Let a request go that the worker does not have any more."""
         del self.requests[request.rid]
         self._num_tokens -= request.estimated_tokens
-        self._paused.discard(request.rid)
+        self._paused.pop(request.rid, None)
 
     def note_read(self, request: Request) -> None:
         """Note that the worker has read a request's prompt, and may have it in its cache."""
@@ -58,10 +61,19 @@ class Seat:
         if request.is_paused == (request.rid in self._paused):
             return False
         if request.is_paused:
-            self._paused.add(request.rid)
+            self._paused[request.rid] = request
             return True
-        self._paused.discard(request.rid)
+        self._paused.pop(request.rid, None)
         return False
+
+    @property
+    def one_paused_too_many(self) -> Request | None:
+        """Of the client with the most paused requests, the one paused longest; None: not too many are."""
+        if len(self._paused) <= self._max_paused:
+            return None
+        counts = Counter(request.client_key for request in self._paused.values())
+        client, _ = counts.most_common(1)[0]
+        return next(request for request in self._paused.values() if request.client_key == client)
 
     def forget(self) -> None:
         """Note that the process has gone."""

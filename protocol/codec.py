@@ -15,7 +15,7 @@ import orjson
 from .errors import ErrorCode, FrameError
 from .frames import ClientFrame, parse_client_frame, read_id
 
-MAX_DIAGNOSED_BYTES = 1 << 20
+MAX_DIAGNOSED_BYTES = 64 << 10
 """A broken frame longer than this is called invalid without a search for the field at fault."""
 
 MAX_PATH_CHARS = 256

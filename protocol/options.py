@@ -154,7 +154,8 @@ class GenerationOptions(BaseModel):
                     {"most": MAX_TOP_LOGPROBS, "param": "logprobs"},
                 )
             data["logprobs"] = True
-            data.setdefault("top_logprobs", logprobs)
+            if data.get("top_logprobs") is None:
+                data["top_logprobs"] = logprobs
         for name in (
             "stop",
             "stream",

@@ -20,13 +20,26 @@ class _Taker:
 @dataclass(frozen=True, slots=True)
 class _LastFrame:
     stream: Stream
+    num_bytes: int
+    """About what it has beside the tokens that go out before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """A frame that a stream has sent before: its bytes are the ring's."""
+
+    data: bytes
+
+
+REPLAYED_BYTES = 64
+"""What a place for such a frame costs."""
 
 
 class Outgoing:
     """A queue of frames, and of places where a stream's next frame goes."""
 
     def __init__(self) -> None:
-        self._items: deque[bytes | _Taker | _LastFrame] = deque()
+        self._items: deque[bytes | _Replayed | _Taker | _LastFrame] = deque()
         self._with_tokens: deque[Stream] = deque()  # of the places for tokens among them, in order
         self._ready_bytes = 0
 
@@ -36,16 +49,19 @@ class Outgoing:
     @property
     def buffered_bytes(self) -> int:
         """About how much waits, in bytes: frames, and tokens that no frame holds yet."""
-        return self._ready_bytes + sum(stream.pending_bytes for stream in self._with_tokens)
+        # One may have two places: its tokens wait for the first, and its end has added another.
+        return self._ready_bytes + sum(stream.pending_bytes for stream in set(self._with_tokens))
 
     def send(self, frame: object) -> None:
         """Add a frame."""
-        self.send_bytes(encode(frame))
-
-    def send_bytes(self, data: bytes) -> None:
-        """Add a frame that has been encoded."""
+        data = encode(frame)
         self._items.append(data)
         self._ready_bytes += len(data)
+
+    def send_replayed(self, frames: list[bytes]) -> None:
+        """Add frames of a stream that is resumed."""
+        self._items.extend(map(_Replayed, frames))
+        self._ready_bytes += REPLAYED_BYTES * len(frames)
 
     def send_tokens(self, stream: Stream) -> None:
         """Add a place for all tokens of a stream that wait when its turn comes."""
@@ -60,7 +76,9 @@ class Outgoing:
         """Add what is left of a stream that has ended: its tokens and its last frame."""
         if stream.options.stream:
             self.send_tokens(stream)
-        self._items.append(_LastFrame(stream))
+        last = _LastFrame(stream, stream.last_frame_bytes)
+        self._items.append(last)
+        self._ready_bytes += last.num_bytes
 
     def next_frame(self, now_s: float) -> bytes | None:
         """Return the next frame, or None when there is none now."""
@@ -70,7 +88,11 @@ class Outgoing:
                 case bytes():
                     self._ready_bytes -= len(item)
                     return item
+                case _Replayed():
+                    self._ready_bytes -= REPLAYED_BYTES
+                    return item.data
                 case _LastFrame():
+                    self._ready_bytes -= item.num_bytes
                     return _keep(item.stream, item.stream.done(), now_s)
                 case _Taker() if item.kind is Delta:
                     self._with_tokens.popleft()
@@ -83,9 +105,15 @@ class Outgoing:
 
     def drop(self, stream: Stream) -> bool:
         """Take out the places of a stream that goes on elsewhere; return whether its last frame was due."""
-        kept = [item for item in self._items if isinstance(item, bytes) or item.stream is not stream]
-        was_ending = any(isinstance(item, _LastFrame) and item.stream is stream for item in self._items)
-        self._items = deque(kept)
+        kept: deque[bytes | _Replayed | _Taker | _LastFrame] = deque()
+        was_ending = False
+        for item in self._items:
+            if isinstance(item, bytes | _Replayed) or item.stream is not stream:
+                kept.append(item)
+            elif isinstance(item, _LastFrame):
+                self._ready_bytes -= item.num_bytes
+                was_ending = True
+        self._items = kept
         self._with_tokens = deque(other for other in self._with_tokens if other is not stream)
         return was_ending
 

@@ -237,8 +237,7 @@ class Session:
         """Go on with a stream that no other connection has any more, after the frames that were missed."""
         self._starting.discard(frame.id)
         self._outgoing.send(stream.resumed(frame.after_seq))
-        for data in missed:
-            self._outgoing.send_bytes(data)
+        self._outgoing.send_replayed(missed)
         if stream.owes_last_frame:
             self._outgoing.send_last(stream)
         elif stream.state is not StreamState.DONE:

@@ -29,6 +29,9 @@ from .messages import CancelReason, Delta, End, Progress
 from .options import GenerationOptions
 from .replay import Replay
 
+_RUN_BYTES = 64
+"""What one of `prompt_runs` has beside its text."""
+
 
 class StreamState(Enum):
     """Where a request stands."""
@@ -146,6 +149,13 @@ class Stream:
         return self._pending_bytes
 
     @property
+    def last_frame_bytes(self) -> int:
+        """About how many bytes `done` has beside its numbers: a whole answer, and a prompt's text."""
+        runs = () if self._end is None else self._end.specprefill.get("prompt_runs", ())
+        whole = 0 if self.options.stream else self._pending_bytes
+        return whole + sum(len(run["text"]) + _RUN_BYTES for run in runs)
+
+    @property
     def has_progress(self) -> bool:
         """Whether `take_progress` would return anything."""
         return self._pending_progress is not None
@@ -250,9 +260,13 @@ class Stream:
         return frame
 
 
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)
+
+
 def _size_bytes(event: Delta) -> int:
-    """Return about how many bytes a delta adds to a frame: too many rather than too few."""
-    size_bytes = 4 * (len(event.text) + len(event.reasoning))
+    """Return about how many bytes a delta adds to a frame, but for what JSON escapes."""
+    size_bytes = _text_bytes(event.text) + _text_bytes(event.reasoning)
     if not (event.tool_calls or event.logprobs):
         return size_bytes
     size_bytes += sum(4 * len(call["function"]["arguments"]) + 100 for call in event.tool_calls)

@@ -1,6 +1,7 @@
 """Clients that read slowly or not at all: merged, bounded, dropped; the others go on."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from dataclasses import replace
@@ -82,6 +83,64 @@ async def test_a_peer_that_never_reads_is_dropped(pool: Pool, cancel_reasons: li
         await other.done("a")
         assert_well_formed(other.frames["a"])
     assert cancel_reasons == ["slow_consumer"] * NUM_FLOODS + ["client"]
+    raw.close()
+    gateway.abort()
+
+
+async def test_pongs_count_into_what_may_wait(pool: Pool) -> None:
+    """A client that pings and reads nothing is dropped at the limit, not after 30 s of pings."""
+    gateway = make_gateway(pool, limits=replace(SMALL_BUFFERS, max_buffered_bytes=1 << 20))
+    await gateway.start()
+    raw = small_socket(gateway.port)
+    raw.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(raw, HANDSHAKE.encode())
+    await wait_until(lambda: gateway.num_connections == 1)
+    pings = (b"\x89\xfd\0\0\0\0" + b"x" * 125) * 1000
+    with contextlib.suppress(OSError):
+        for _ in range(100):
+            async with asyncio.timeout(10):
+                await loop.sock_sendall(raw, pings)
+    await wait_until(lambda: gateway.num_connections == 0)
+    raw.close()
+    gateway.abort()
+
+
+async def test_whole_answers_count_into_what_may_wait(pool: Pool, cancel_reasons: list[str]) -> None:
+    """With `stream: false` too: a client that reads none of them is dropped past the limit."""
+    gateway = make_gateway(pool, limits=replace(SMALL_BUFFERS, max_buffered_bytes=1 << 20))
+    await gateway.start()
+    raw = small_socket(gateway.port)
+    await asyncio.to_thread(raw.sendall, HANDSHAKE.encode())
+    before = pool.statistics().started_total
+    for number in range(400):
+        frame = {"type": "completion", "id": str(number), "prompt": "x", "stream": False, "max_tokens": 999}
+        try:
+            await asyncio.to_thread(raw.sendall, masked_text_frame(json.dumps(frame).encode()))
+        except OSError:
+            break
+        await wait_until(lambda: pool.statistics().in_flight == 0)
+    await wait_until(lambda: gateway.num_connections == 0)
+    assert pool.statistics().started_total - before < 300, "each answer has about 10 KB"
+    raw.close()
+    gateway.abort()
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+async def test_any_sign_of_life_keeps_a_connection(pool: Pool, is_busy: bool) -> None:
+    """A pong may wait behind much else; only a peer that sends nothing at all is gone."""
+    deadlines = replace(DeadlinesConfig(), ping_interval_s=0.1, ping_timeout_s=0.3)
+    gateway = make_gateway(pool, deadlines=deadlines)
+    await gateway.start()
+    raw = small_socket(gateway.port)
+    await asyncio.to_thread(raw.sendall, HANDSHAKE.encode())
+    await wait_until(lambda: gateway.num_connections == 1)
+    if is_busy:
+        for _ in range(30):
+            await asyncio.to_thread(raw.sendall, masked_text_frame(b'{"type":"ping"}'))
+            await asyncio.sleep(0.05)
+        assert gateway.num_connections == 1
+    await wait_until(lambda: gateway.num_connections == 0, 5)
     raw.close()
     gateway.abort()
 

@@ -12,7 +12,7 @@ from gateway_helpers import Client, assert_well_formed, make_gateway, scripted_p
 
 from headrace.engine.scripted import scripted_token
 from headrace.gateway.access import ANYONE
-from headrace.gateway.config import AccessConfig, DeadlinesConfig, ResumeConfig, TokenConfig
+from headrace.gateway.config import AccessConfig, DeadlinesConfig, LimitsConfig, ResumeConfig, TokenConfig
 from headrace.gateway.resumables import Resumable, ResumableStreams
 from headrace.gateway.server import Gateway
 from headrace.gateway.tenants import Tenant
@@ -338,6 +338,27 @@ async def test_kept_streams_of_one_token_take_no_room_of_others(pool: Pool) -> N
         await bob.start("d", **LONG)
     gateway.abort()
     await wait_until(lambda: pool.statistics().in_flight == 0)
+
+
+async def test_coming_back_to_many_streams_at_once() -> None:
+    """A client that reads as fast as it can is no slow consumer, whatever it has missed."""
+    async with Pool(scripted_pool_config(fast=0.0)) as pool:
+        await pool.wait_ready(20)
+        gateway = make_gateway(pool, limits=LimitsConfig(max_buffered_bytes=1 << 20))
+        await gateway.start()
+        ids = [f"s{number}" for number in range(40)]
+        tokens = {}
+        async with RawClient(gateway.url) as first:
+            for each in ids:
+                tokens[each] = await first.start(each, max_tokens=10_000, detach=True, flush_ms=20)
+                await first.done(each)
+        async with RawClient(gateway.url) as second:
+            for each in ids:
+                await second.send(type="resume", id=each, token=tokens[each], after_seq=-1)
+            for each in ids:
+                assert (await second.done(each))["type"] == "done"
+                assert second.text(each) == first.text(each)
+        gateway.abort()
 
 
 async def test_stopping_cancels_detached_streams() -> None:

@@ -4,13 +4,15 @@ import asyncio
 import http.client
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from gateway_helpers import Client, assert_well_formed, make_gateway, scripted_pool_config, wait_until
+from websockets.exceptions import ConnectionClosed
 
 from headrace.engine.config import EngineConfig
-from headrace.gateway.config import DeadlinesConfig
+from headrace.gateway.config import DeadlinesConfig, LimitsConfig
 from headrace.gateway.server import Gateway
 from headrace.pool import ModelSpec, Pool, PoolConfig
 
@@ -47,6 +49,23 @@ async def test_http_pages(gateway: Gateway) -> None:
         assert (status, body["error"]["code"]) == (404, "not_found")
     status, body = await get(gateway, "/healthz", "POST")
     assert (status, body["error"]["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("body", [b"", b'{"model": "fast"}', b"x" * (1 << 20)])
+async def test_a_client_of_another_api_is_told_what_this_is(gateway: Gateway, body: bytes) -> None:
+    """A POST gets an answer whether it has a body or not."""
+
+    def post() -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=10)
+        connection.request("POST", "/v1/chat/completions", body)
+        response = connection.getresponse()
+        answer = response.status, json.loads(response.read())
+        connection.close()
+        return answer
+
+    status, answer = await asyncio.to_thread(post)
+    assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+    assert "WebSocket" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +187,32 @@ async def test_stopping_waits_for_no_stuck_engine() -> None:
             assert await client.closed() == 1012
             await stopping
         assert time.monotonic() - started_s < DEADLINES.drain_timeout_s + 1
+
+
+async def test_what_has_ended_reaches_a_client_that_reads_later() -> None:
+    """All requests have ended, and there is time to drain: a pause of the client loses no `done`."""
+    async with Pool(scripted_pool_config(fast=0.0)) as pool:
+        await pool.wait_ready(20)
+        gateway = make_gateway(
+            pool,
+            deadlines=replace(DeadlinesConfig(), drain_timeout_s=20.0),
+            limits=LimitsConfig(socket_send_buffer_bytes=16 << 10),
+        )
+        await gateway.start()
+        async with Client(gateway.url, max_queue=1) as client:
+            for number in range(20):
+                await client.complete(str(number), max_tokens=10_000)
+            await wait_until(lambda: pool.statistics().started_total == 20)
+            await wait_until(lambda: pool.statistics().in_flight == 0)
+            stopping = asyncio.create_task(gateway.stop())
+            await asyncio.sleep(0.8)
+            for number in range(20):
+                assert (await client.done(str(number)))["status"] == "completed"
+            with pytest.raises(ConnectionClosed):
+                await client.receive_type("nothing more")
+            assert client.socket.close_code == 1012
+        async with asyncio.timeout(5):
+            await stopping
 
 
 async def test_stopping_twice_is_stopping_once() -> None:

@@ -419,6 +419,26 @@ async def test_recovery_of_a_paused_stream():
         await eventually(lambda: pool.statistics().workers[0].status.stats.paused == 1)
 
 
+async def test_paused_streams_in_excess_are_let_go():
+    """Those of whoever has the most of them, so that an engine always has places for others."""
+    config = make_config(model(scripted_token_delay_ms=1), max_in_flight=2, max_paused=4)
+    async with Pool(config) as pool:
+        await all_ready(pool)
+        honest = Recorder()
+        pool.start(frame("honest", window=1, max_tokens=5), honest, client="honest")
+        await honest.tokens(1)
+        many = [Recorder() for _ in range(8)]
+        for number, recorder in enumerate(many):
+            pool.start(frame(f"p{number}", window=1, max_tokens=LONG), recorder, client="greedy")
+            await recorder.tokens(1)
+        other = Recorder()
+        pool.start(frame("other", max_tokens=20), other, client="other")
+        assert (await other.end()).status == "completed"
+        assert [bool(recorder.ends) for recorder in many] == [True] * 5 + [False] * 3
+        assert {recorder.ends[0].reason for recorder in many[:5]} == {"slow_consumer"}
+        assert not honest.ends
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_who_gets_no_credit_is_let_go_in_the_end(is_lost: bool):
     """Paused in its engine or parked without one; credit starts the time anew."""

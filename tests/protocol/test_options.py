@@ -214,6 +214,12 @@ def test_openai_spellings_become_the_same_options() -> None:
     assert set(GenerationOptions.model_fields).isdisjoint(OPENAI_SPELLINGS)
 
 
+def test_null_is_the_same_as_left_out_beside_a_number_of_logprobs() -> None:
+    """Of the older completions API."""
+    request = parse("completion", logprobs=5, top_logprobs=None)
+    assert (request.options.logprobs, request.options.top_logprobs) == (True, 5)
+
+
 def test_two_spellings_that_disagree_are_refused() -> None:
     """Neither wins silently."""
     with pytest.raises(FrameError) as caught:
