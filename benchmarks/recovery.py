@@ -10,7 +10,7 @@ that of the undisturbed run.
     kill     SIGKILL, in mid-sentence
     stop     SIGSTOP: the watchdog must notice it
     load     SIGKILL, and again while the next process loads
-    memory   a memory limit halfway between the empty and the busy engine: it is drained and replaced
+    memory   a memory limit a little over that of the empty engine: it is drained and replaced
 """
 
 from __future__ import annotations
@@ -119,18 +119,22 @@ async def run(url: str, gateway_pid: int, way: str, num_streams: int, max_tokens
     """Run all streams at once, and disturb them."""
     streams = [Streamed() for _ in range(num_streams)]
     peak_bytes = 0
+    engines: set[int] = set()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(stream(url, number, max_tokens, s)) for number, s in enumerate(streams)]
         await until(lambda: all(s.num_tokens >= MIN_TOKENS for s in streams), STREAM_LIMIT_S)
         if way in ("kill", "stop", "load"):
             await disturb(way, gateway_pid)
         while not all(task.done() for task in tasks):
-            peak_bytes = max([peak_bytes, *(resident_bytes(pid) for pid in engine_pids(gateway_pid))])
+            pids = engine_pids(gateway_pid)
+            peak_bytes = max([peak_bytes, *map(resident_bytes, pids)])
+            engines.update(pids)
             await asyncio.sleep(0.2)
     return {
         "texts": [s.text for s in streams],
         "carried over": sum(s.recoveries > 0 for s in streams),
         "pauses_s": [max(b - a for a, b in itertools.pairwise(s.arrivals_s)) for s in streams],
+        "engines": len(engines),
         "peak_bytes": peak_bytes,
     }
 
@@ -162,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--max-tokens", type=int, default=240)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
 
@@ -177,11 +181,12 @@ def main() -> None:
                 results[way] = compare(quiet, asyncio.run(run(url, pid, way, args.streams, args.max_tokens)))
                 print(f"{way}:", results[way], flush=True)
     if "memory" in args.ways:
-        limit_mib = (empty_bytes + quiet["peak_bytes"]) // 2 >> 20
+        limit_mib = (empty_bytes + (quiet["peak_bytes"] - empty_bytes) // 5) >> 20
         with server("--memory-limit", f"{limit_mib}M") as (url, pid):
             outcome = asyncio.run(run(url, pid, "memory", args.streams, args.max_tokens))
         results["memory"] = compare(quiet, outcome) | {
-            "limit, empty, busy, MiB": (limit_mib, empty_bytes >> 20, quiet["peak_bytes"] >> 20)
+            "engine processes": outcome["engines"],
+            "limit, empty, busy, MiB": (limit_mib, empty_bytes >> 20, quiet["peak_bytes"] >> 20),
         }
         print("memory:", results["memory"], flush=True)
     save({"machine": machine(), **results}, args.json)

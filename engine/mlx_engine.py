@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..protocol.errors import ErrorCode, HeadraceError, ServerError
 from ..protocol.frames import FinishReason, RequestId, TokenLogprob, TopLogprob
@@ -22,7 +21,7 @@ from .config import EngineConfig
 from .interface import EngineLoadError, OnLoading
 from .loading.loader import LoadedModel, LoadProgress, ModelLoadError, load_model
 from .prefill import DensePrefill
-from .prefill_schedule import GRAIN_TOKENS, PrefillSchedule
+from .prefill_schedule import PrefillSchedule, warm_up
 from .prompt_cache import PromptCache
 from .request import Request
 from .specprefill.policy import SpecPrefill
@@ -31,7 +30,6 @@ from .tokenizing import Tokenizing, Waiting
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 64
 TOKENIZING_WAIT_S = 0.02
 """How long a step waits for a prompt to be tokenized if it has nothing else to do."""
 
@@ -68,7 +66,9 @@ class MlxEngine:
         self._cached_tokens_total = 0
         self._completion_tokens_total = 0
         self._steps_total = 0
-        self._prefills = PrefillSchedule(config, self._batch.stream, *self._warm_up())
+        self._prefills = PrefillSchedule(
+            config, self._batch.stream, *warm_up(self._model, self._batch.stream)
+        )
         self._info = EngineInfo(
             model=config.name,
             context_length=loaded.context_length,
@@ -101,28 +101,6 @@ class MlxEngine:
         except ModelLoadError as error:
             raise EngineLoadError(str(error)) from error
         return cls(config, loaded, specprefill, time.monotonic() - began_s)
-
-    def _warm_up(self) -> tuple[float, float]:
-        """Run the model, so that no request pays for the first time.
-
-        Returns:
-            What a forward pass costs, in seconds: in any case, and for each token.
-        """
-        few_s = self._timed_prefill(GRAIN_TOKENS)
-        many_s = self._timed_prefill(WARM_UP_TOKENS)
-        token_s = max(many_s - few_s, 0.1 * many_s) / (WARM_UP_TOKENS - GRAIN_TOKENS)
-        return max(few_s - GRAIN_TOKENS * token_s, 0.0), token_s
-
-    def _timed_prefill(self, num_tokens: int) -> float:
-        """Return the better of two times, in seconds: the first one compiles."""
-        times = []
-        with mx.stream(self._batch.stream):
-            for _ in range(2):
-                prefill = DensePrefill(self._model, [0] * num_tokens, make_prompt_cache(self._model))
-                began_s = time.monotonic()
-                prefill.step(num_tokens)
-                times.append(time.monotonic() - began_s)
-        return min(times)
 
     # --- the interface ---
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from .config import EngineConfig
 from .prefill import DensePrefill
@@ -19,10 +20,35 @@ from .request import Request
 
 GRAIN_TOKENS = 8
 """Chunks are multiples of this, so that few shapes occur."""
+WARM_UP_TOKENS = 64
 RELAXED = 4
 """While nobody decodes, a slice may take this many times as long: bigger chunks are cheaper."""
 LEFTOVER = 1.25
 """A chunk takes the rest of its prompt too, if that makes it no more than this many times as long."""
+
+
+def warm_up(model: Any, stream: Any) -> tuple[float, float]:
+    """Run a model, so that no request pays for the first time.
+
+    Returns:
+        What a forward pass costs, in seconds: in any case, and for each token.
+    """
+    few_s = _timed_prefill(model, stream, GRAIN_TOKENS)
+    many_s = _timed_prefill(model, stream, WARM_UP_TOKENS)
+    token_s = max(many_s - few_s, 0.1 * many_s) / (WARM_UP_TOKENS - GRAIN_TOKENS)
+    return max(few_s - GRAIN_TOKENS * token_s, 0.0), token_s
+
+
+def _timed_prefill(model: Any, stream: Any, num_tokens: int) -> float:
+    """Return the better of two times, in seconds: the first one compiles."""
+    times = []
+    with mx.stream(stream):
+        for _ in range(2):
+            prefill = DensePrefill(model, [0] * num_tokens, make_prompt_cache(model))
+            began_s = time.monotonic()
+            prefill.step(num_tokens)
+            times.append(time.monotonic() - began_s)
+    return min(times)
 
 
 class ChunkSizer:

@@ -178,25 +178,26 @@ class Gateway:
     async def stop(self) -> None:
         """Stop: say so, let running requests end, cancel the rest, close. Never longer than configured.
 
-        Takes at most `drain_timeout_s` + 2 × `cancel_timeout_s` + `goodbye_timeout_s`. Every accepted request
+        Takes at most `drain_timeout_s` + `cancel_timeout_s` + `goodbye_timeout_s`. Every accepted request
         gets its last frame, if its client reads it within that time. Calling it again does nothing.
         """
         if not self._listeners or self._is_draining:
             return
         self._is_draining = True
         deadlines, loop = self._config.deadlines, asyncio.get_running_loop()
-        drained_by_s = loop.time() + deadlines.drain_timeout_s
+        sent_by_s = loop.time() + deadlines.drain_timeout_s
         self._resumables.begin_stop()  # no connection is let in any more
         for connection in self._connections:
             connection.goaway("shutdown", deadlines.drain_timeout_s)
         if not await self._pool.drain(deadlines.drain_timeout_s):
+            sent_by_s = loop.time() + deadlines.cancel_timeout_s
             for connection in self._connections:
                 connection.cancel_all("shutdown")
             if not await self._pool.drain(deadlines.cancel_timeout_s):
                 for connection in self._connections:
                     connection.end_all("shutdown")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(max(drained_by_s, loop.time() + deadlines.cancel_timeout_s)):
+            async with asyncio.timeout_at(sent_by_s):
                 await asyncio.gather(*(connection.wait_sent() for connection in self._connections))
         for connection in self._connections:
             connection.begin_close(CloseCode.RESTART, "the server stops")

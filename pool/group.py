@@ -275,24 +275,10 @@ class WorkerGroup:
             self._start_ticker()
 
     def _report_queued(self, request: Request, num_ahead: int) -> None:
-        """Tell a request what it waits for: its model, or those ahead of it.
-
-        `load`: as far as the worker is that has come furthest, in whatever unit that stage of loading counts.
-        `queue`: `processed` of the `total` requests that were ahead at first have left.
-        `recover`: its engine process, or another one; how long that takes, nobody knows.
-        """
-        if request.state is not RequestState.QUEUED:
-            return
-        if request.is_recovering:
-            progress = Progress(request.rid, "recover", 0, None)
-        elif self.is_ready:
-            request.num_passed = max(request.num_passed, request.num_ahead - num_ahead)
-            progress = Progress(request.rid, "queue", request.num_passed, request.num_ahead)
-        else:
-            stages = [worker.loading for worker in self.workers if worker.loading is not None]
-            done, total = (stages[0].done, stages[0].total) if stages else (0, None)
-            progress = Progress(request.rid, "load", done, total)
-        request.deliver(progress)
+        """Tell a request what it waits for, if it still does."""
+        if request.state is RequestState.QUEUED:
+            loading = next((worker.loading for worker in self.workers if worker.loading is not None), None)
+            request.deliver(request.waiting_progress(num_ahead, loading, is_ready=self.is_ready))
 
     # --- from the engines ---
 

@@ -14,7 +14,7 @@ from typing import assert_never
 
 from ..protocol.errors import ErrorBody, ErrorCode, IllegalTransition, ServerError
 from ..protocol.frames import RequestFrame, RequestId, Status
-from ..protocol.messages import CancelReason, Delta, End, Event, Progress, Submit
+from ..protocol.messages import CancelReason, Delta, End, Event, Loading, Progress, Submit
 from ..protocol.options import ChatInput, GenerationOptions
 from ..protocol.stream import cancelled_error, end_without_engine
 from .prefix import CHARS_PER_TOKEN, Fingerprint, fingerprint
@@ -243,6 +243,21 @@ class Request:
             self.cached_tokens = max(self.cached_tokens, event.cached)
         self._progress = replace(event, phase="recover") if self.is_recovering else event
         return self._progress
+
+    def waiting_progress(self, num_ahead: int, loading: Loading | None, *, is_ready: bool) -> Progress:
+        """Return what it waits for in the line: its model, or those ahead of it.
+
+        `load`: as far as a worker is, in whatever unit that stage of loading counts.
+        `queue`: `processed` of the `total` requests that were ahead at first have left.
+        `recover`: its engine process, or another one; how long that takes, nobody knows.
+        """
+        if self.is_recovering:
+            return Progress(self.rid, "recover", 0, None)
+        if is_ready:
+            self.num_passed = max(self.num_passed, self.num_ahead - num_ahead)
+            return Progress(self.rid, "queue", self.num_passed, self.num_ahead)
+        done, total = (0, None) if loading is None else (loading.done, loading.total)
+        return Progress(self.rid, "load", done, total)
 
     def repeat_progress(self) -> None:
         """Say again where it stands if nothing was said since the last call: its engine may be stuck."""
