@@ -11,8 +11,10 @@ from ..protocol.options import ChatInput, CompletionInput
 from .loading.loader import LoadedModel
 from .prompt import Prompt, PromptBuilder
 
-SHORT_BYTES = 8192
-"""Inputs up to this are tokenized when their turn comes: some milliseconds at most."""
+SHORT_LENGTH = 8192
+"""Inputs of so many characters, or token ids, become prompts when their turn comes: in some milliseconds."""
+MESSAGE_LENGTH = 64
+"""What a template adds to a message, about."""
 THREADS = 2
 """So that one long text does not keep all others waiting."""
 
@@ -35,8 +37,9 @@ class Tokenizing:
 
     def begin(self, message: Submit, arrived_s: float) -> Waiting:
         """Take a request, and begin with its prompt if that takes long."""
-        is_short = _num_bytes(message.input) <= SHORT_BYTES
-        prompt = None if is_short else self._threads.submit(self._builder.build, message.input)
+        prompt = (
+            None if _is_short(message.input) else self._threads.submit(self._builder.build, message.input)
+        )
         return Waiting(message, arrived_s, prompt)
 
     def is_ready(self, waiting: Waiting) -> bool:
@@ -68,8 +71,9 @@ class Tokenizing:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _num_bytes(source: ChatInput | CompletionInput) -> int:
-    """Return about how much there is to tokenize."""
-    if isinstance(source, ChatInput):
-        return sum(len(message.text) + 64 for message in source.messages) + 1024 * len(source.tools or ())
-    return len(source.prompt)
+def _is_short(source: ChatInput | CompletionInput) -> bool:
+    if isinstance(source, CompletionInput):
+        return len(source.prompt) <= SHORT_LENGTH
+    if source.tools or source.chat_template_kwargs or any(message.tool_calls for message in source.messages):
+        return False  # there is no telling how long a template makes them
+    return sum(len(message.text) + MESSAGE_LENGTH for message in source.messages) <= SHORT_LENGTH

@@ -16,7 +16,7 @@ from headrace.engine.loading.loader import LoadedModel
 from headrace.engine.mlx_engine import MlxEngine
 from headrace.engine.prompt import PromptBuilder
 from headrace.engine.specprefill.policy import SpecPrefill
-from headrace.engine.tokenizing import SHORT_BYTES
+from headrace.engine.tokenizing import SHORT_LENGTH
 from headrace.protocol.frames import RequestId
 from headrace.protocol.messages import Delta, End, Progress, Submit
 from headrace.protocol.options import ChatInput, CompletionInput, GenerationOptions
@@ -498,13 +498,13 @@ def test_a_long_text_is_tokenized_beside_the_steps(new_engine, monkeypatch):
     build = PromptBuilder.build
 
     def slow_build(self, request):
-        if len(request.prompt) > SHORT_BYTES:
+        if len(request.prompt) > SHORT_LENGTH:
             go_on.wait(20)
         return build(self, request)
 
     monkeypatch.setattr(PromptBuilder, "build", slow_build)
     engine = new_engine()
-    text_ = "x" * (SHORT_BYTES + 1)
+    text_ = "x" * (SHORT_LENGTH + 1)
     submit(engine, "long", text_)
     submit(engine, "gone", text_)
     began_s = time.monotonic()
