@@ -19,6 +19,7 @@ def test_a_plain_file_or_the_environment_has_one(tmp_path: Path) -> None:
     environment = {"HEADRACE_TOKEN": "of-environment"}
     assert read_tokens(str(path), environment) == (TokenConfig.of_secret("default", "of-file"),)
     assert read_tokens(None, environment) == (TokenConfig.of_secret("default", "of-environment"),)
+    assert read_tokens(None, {"HEADRACE_TOKEN": " of-environment\n"}) == read_tokens(None, environment)
     assert read_tokens(None, {}) == read_tokens(None, {"HEADRACE_TOKEN": ""}) == ()
 
 
@@ -49,6 +50,7 @@ def test_a_toml_file_has_several(tmp_path: Path) -> None:
         (f'[[token]]\nname = "a"\ntoken = "{SECRET}"\nsha256 = "{DIGEST}"', "needs either"),
         ('[[token]]\nname = "a"\nsha256 = "12"', "token.0.sha256: "),
         ('[[token]]\nname = "a"\ntoken = ""', "token.0.token: "),
+        (f'[[token]]\nname = "a"\ntoken = "{SECRET} "', "token.0: token begins or ends with a blank"),
         (f'[[token]]\nname = "a"\ntoken = "{SECRET}"\nmax_in_flight = 0', "token.0.max_in_flight: "),
         (f'[[token]]\nname = "a"\ntoken = "{SECRET}"\nlimit = 1', "token.0.limit: there is no such field"),
         (f'[[token]]\nname = "a"\ntoken = "{SECRET}"\n' * 2, "same name"),

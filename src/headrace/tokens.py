@@ -48,6 +48,8 @@ class _Entry(BaseModel):
     def _has_one_secret(self) -> Self:
         if (self.token is None) == (self.sha256 is None):
             raise PydanticCustomError("one_secret", "needs either token or sha256")
+        if self.token is not None and self.token.get_secret_value().strip() != self.token.get_secret_value():
+            raise PydanticCustomError("blanks", "token begins or ends with a blank, which no client can show")
         return self
 
     def config(self) -> TokenConfig:
@@ -74,7 +76,8 @@ def read_tokens(path: str | None, environment: Mapping[str, str]) -> tuple[Token
     """
     if path is None:
         secret = environment.get(ENVIRONMENT_NAME)
-        return (TokenConfig.of_secret(ONLY_NAME, secret),) if secret else ()
+        # An HTTP header has no blanks at its ends, so no client could show them.
+        return (TokenConfig.of_secret(ONLY_NAME, secret.strip()),) if secret else ()
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
