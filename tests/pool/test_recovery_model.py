@@ -34,21 +34,21 @@ def frames() -> list[RequestFrame]:
     ]
 
 
-async def run(pool: Pool, kill_after_tokens: int | None) -> list[Recorder]:
-    """Run all four; kill the engine when each has so many tokens."""
+async def run(pool: Pool, number: signal.Signals | None, after_tokens: int = 8) -> list[Recorder]:
+    """Run all four; send the engine a signal when each has so many tokens."""
     recorders = [Recorder() for _ in PROMPTS]
     for request, recorder in zip(frames(), recorders, strict=True):
         pool.start(request, recorder)
-    if kill_after_tokens is not None:
-        await eventually(lambda: all(r.num_tokens >= kill_after_tokens for r in recorders), LOAD_LIMIT_S)
+    if number is not None:
+        await eventually(lambda: all(r.num_tokens >= after_tokens for r in recorders), LOAD_LIMIT_S)
         pid = pool.statistics().workers[0].status.pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         killed_s = time.monotonic()
         before = [recorder.num_tokens for recorder in recorders]
         for recorder, count in zip(recorders, before, strict=True):
             await eventually(lambda r=recorder, n=count: r.num_tokens > n + 1, LOAD_LIMIT_S)
-            print(f"went on {time.monotonic() - killed_s:.1f} s after the kill")
+            print(f"went on {time.monotonic() - killed_s:.1f} s after {number.name}")
     await eventually(lambda: all(recorder.ends for recorder in recorders), LOAD_LIMIT_S)
     await asyncio.sleep(0)
     return recorders
@@ -56,22 +56,24 @@ async def run(pool: Pool, kill_after_tokens: int | None) -> list[Recorder]:
 
 @pytest.mark.model
 async def test_texts_are_those_of_an_undisturbed_run(default_model_path):
-    """kill -9 in mid-sentence: the same texts, and usage that counts every token once."""
+    """kill -9 or SIGSTOP in mid-sentence: the same texts, and usage that counts every token once."""
     config = PoolConfig(
         models=(ModelSpec("default", EngineConfig(model=str(default_model_path))),),
         restart_backoff_initial_s=0.1,
+        hang_timeout_s=5.0,
     )
     async with Pool(config) as pool:
         await pool.wait_ready(LOAD_LIMIT_S)
         undisturbed = await run(pool, None)
-        disturbed = await run(pool, 8)
-        assert pool.statistics().recovered_total == 4
-        assert pool.statistics().workers[0].status.restarts == 1
-    for quiet, killed in zip(undisturbed, disturbed, strict=True):
-        assert killed.text == quiet.text
-        assert killed.ends[0].usage["completion_tokens"] == quiet.ends[0].usage["completion_tokens"]
-        assert killed.num_tokens == quiet.num_tokens
-        assert killed.ends[0].finish_reason == quiet.ends[0].finish_reason
+        disturbed = [await run(pool, signal.SIGKILL), await run(pool, signal.SIGSTOP)]
+        assert pool.statistics().recovered_total >= 8
+        assert pool.statistics().workers[0].status.restarts >= 2
+    for recorders in disturbed:
+        for quiet, killed in zip(undisturbed, recorders, strict=True):
+            assert killed.text == quiet.text
+            assert killed.ends[0].usage["completion_tokens"] == quiet.ends[0].usage["completion_tokens"]
+            assert killed.num_tokens == quiet.num_tokens
+            assert killed.ends[0].finish_reason == quiet.ends[0].finish_reason
 
 
 # --- a tiny model, anything at any time ---------------------------------------------------------------------
