@@ -47,14 +47,15 @@ class PromptBuilder:
     """Makes prompts for one model. Threads may share it.
 
     Args:
-        context_length: what is longer for certain is refused before it is tokenized.
+        context_length: what is longer by its bytes alone is refused before it is tokenized.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, context_length: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._context_length = context_length
-        # Of its name, which is never shorter than the text that the token stands for.
+        # Of its name, which is no shorter than the text that the token stands for: but for special tokens
+        # that swallow blanks, and nobody sends half a megabyte of those.
         self._longest_token_bytes = max(
             len(name.encode("utf-8", "replace")) for name in tokenizer.get_vocab()
         )

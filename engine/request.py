@@ -140,7 +140,17 @@ class Request:
         With the last piece all tokens go out, also those without any text.
         """
         tokens = self.generated[len(self.generated) - num_tokens :]
-        delta = Delta(self.rid, piece.text, num_tokens, piece.reasoning, piece.tool_calls, logprobs, tokens)
+        is_thinned = self.specprefill["applied"]
+        delta = Delta(
+            self.rid,
+            piece.text,
+            num_tokens,
+            piece.reasoning,
+            piece.tool_calls,
+            logprobs,
+            tokens,
+            is_thinned,
+        )
         if self.held is not None:
             self.held.merge(delta)
             delta, self.held = self.held, None

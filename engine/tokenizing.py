@@ -3,6 +3,7 @@
 The tokenizer releases Python's lock while it works. Short inputs are not worth a thread.
 """
 
+import contextlib
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -37,9 +38,10 @@ class Tokenizing:
 
     def begin(self, message: Submit, arrived_s: float) -> Waiting:
         """Take a request, and begin with its prompt if that takes long."""
-        prompt = (
-            None if _is_short(message.input) else self._threads.submit(self._builder.build, message.input)
-        )
+        prompt = None
+        if not _is_short(message.input):
+            with contextlib.suppress(RuntimeError):  # No room for a thread: when its turn comes, then.
+                prompt = self._threads.submit(self._builder.build, message.input)
         return Waiting(message, arrived_s, prompt)
 
     def is_ready(self, waiting: Waiting) -> bool:

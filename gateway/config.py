@@ -34,7 +34,7 @@ class LimitsConfig:
     max_in_flight_per_connection: int = 256
     """Requests of one connection that may run or wait at a time."""
     max_bad_frames: int = 16
-    """Refused frames in a row after which the connection is closed with 4400."""
+    """Bad frames in a row after which the connection is closed with 4400: broken ones, and ids in use."""
     max_buffered_bytes: int = 8 << 20
     """Unsent bytes past which a connection that does not read fast enough is dropped with 4508."""
     write_buffer_bytes: int = 64 << 10

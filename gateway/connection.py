@@ -33,6 +33,7 @@ from .tenants import Tenant
 
 _FRAMES_PER_TURN = 16
 """Messages of one client that are handled before others have their turn."""
+_SENT_INTERVAL_S = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -140,8 +141,14 @@ class Connection:
             self._closing = self._loop.create_task(self._close(code, reason))
 
     async def wait_sent(self) -> None:
-        """Wait until everything is written, or nothing can be any more; the caller sets a deadline."""
+        """Wait until the system has taken everything, or nothing can be sent any more.
+
+        The caller sets a deadline.
+        """
         await self._outbox.wait_emptied()
+        # asyncio tells of room in the buffer, not of its end.
+        while self._socket.is_open and self._socket.unsent_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(_SENT_INTERVAL_S)
 
     def abort(self) -> None:
         """Drop the connection at once."""

@@ -1,7 +1,7 @@
 """The streams of a gateway that outlive their connections. PROTOCOL.md, "Resuming".
 
 Each sends its events to the connection that has it now, and takes them in itself while there is none. The
-rules are in `protocol.resume`; here are the timers, the tokens, and the bounds of all streams together.
+rules are in `protocol.resume`; here are the timers, the tokens, and how many may be kept.
 """
 
 import asyncio

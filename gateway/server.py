@@ -141,7 +141,9 @@ class Gateway:
         )
 
     def _make_socket(self, *args: Any, **options: Any) -> GatewaySocket:
-        return GatewaySocket(*args, **options).enter(self._doors)
+        return GatewaySocket(*args, **options).enter(
+            self._doors, lambda: self._metrics.count_refused("method_not_allowed")
+        )
 
     @property
     def port(self) -> int:
@@ -244,10 +246,6 @@ class Gateway:
         page = self._pages.get(path)
         if page is None:
             return self._refuse(HTTPStatus.NOT_FOUND, "not_found", "there is nothing at this path")
-        if request.method != "GET":
-            return self._refuse(
-                HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "only GET is served", Allow="GET"
-            )
         if not page.is_public and self._access.identify(request.headers) is None:
             return self._refuse(
                 HTTPStatus.UNAUTHORIZED,

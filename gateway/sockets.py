@@ -10,6 +10,9 @@ whatever comes from the peer counts, and so does room that it makes.
 """
 
 import asyncio
+import fcntl
+import sys
+import termios
 from asyncio.trsock import TransportSocket
 from collections.abc import Awaitable, Callable, Iterable
 from socket import SO_SNDBUF, SOL_SOCKET
@@ -21,16 +24,31 @@ from websockets.protocol import State
 from .doors import Doors, Verdict
 
 _LOOKS_PER_TIMEOUT = 4
+_SO_NWRITE = 0x1024
+"""Of macOS (sys/socket.h); Python has no name for it."""
 _FOREIGN_LINGER_S = 1.0
 """How long the rest of a request is read that is no WebSocket's: else its sender never sees the answer."""
 _FOREIGN_BODY = (
     b'{"error":{"code":"method_not_allowed","message":"only GET is served here: '
     b'this server speaks WebSocket at /v1/stream"}}'
 )
-_FOREIGN_ANSWER = (
+_FOREIGN_HEAD = (
     b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-) % (len(_FOREIGN_BODY), _FOREIGN_BODY)
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+) % len(_FOREIGN_BODY)
+
+
+def system_unsent_bytes(socket: TransportSocket | None) -> int:
+    """Return what the system has taken and the peer's has not (Linux, macOS); 0: nobody knows."""
+    if socket is None:
+        return 0
+    try:
+        if sys.platform == "darwin":
+            return socket.getsockopt(SOL_SOCKET, _SO_NWRITE)
+        left = fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(left, sys.byteorder)
 
 
 class GatewaySocket(ServerConnection):
@@ -46,15 +64,21 @@ class GatewaySocket(ServerConnection):
     _is_first = True
     _is_foreign = False
     _doors: Doors | None = None
+    _on_foreign: Callable[[], None] | None = None
     _is_counted = False
     address: str | None = None
     """The client's address; None on a Unix socket."""
     is_refused = False
     """Whether too many connections were open when this one was made."""
 
-    def enter(self, doors: Doors) -> "GatewaySocket":
-        """Tell who counts the connection once it is made; return itself."""
+    def enter(self, doors: Doors, on_foreign: Callable[[], None]) -> "GatewaySocket":
+        """Tell who counts the connection once it is made, and whom to tell that it is no WebSocket's.
+
+        Returns:
+            Itself.
+        """
         self._doors = doors
+        self._on_foreign = on_foreign
         return self
 
     def watch(
@@ -98,6 +122,11 @@ class GatewaySocket(ServerConnection):
         """Bytes that were written and that the system has not taken yet."""
         return self.transport.get_write_buffer_size()
 
+    @property
+    def _waiting_bytes(self) -> int:
+        """What the peer's system has not taken, about."""
+        return self.unsent_bytes + system_unsent_bytes(self.transport.get_extra_info("socket"))
+
     def write_frames(self, frames: Iterable[bytes]) -> None:
         """Write text frames, all with one system call. Call it while `is_open` and `is_writable`."""
         for frame in frames:
@@ -119,14 +148,17 @@ class GatewaySocket(ServerConnection):
                     self.protocol.fail(CloseCode.INTERNAL_ERROR, "keepalive ping timeout")
 
     async def _shows_life(self, pong: Awaitable[float], timeout_s: float) -> bool:
-        """Wait for a pong; return False if nothing at all has come for so long."""
-        began_s = self.loop.time()
+        """Wait for a pong; return False if for so long nothing has come, and nothing has gone."""
+        self._alive_at_s = max(self._alive_at_s, self.loop.time())
         answer = asyncio.ensure_future(pong)
+        waiting_bytes = self._waiting_bytes
         while not answer.done():
-            silent_s = self.loop.time() - max(began_s, self._alive_at_s)
-            if silent_s >= timeout_s:
+            if self.loop.time() - self._alive_at_s >= timeout_s:
                 return False
-            await asyncio.wait([answer], timeout=timeout_s - silent_s)
+            await asyncio.wait([answer], timeout=timeout_s / _LOOKS_PER_TIMEOUT)
+            before, waiting_bytes = waiting_bytes, self._waiting_bytes
+            if waiting_bytes < before:
+                self._alive_at_s = self.loop.time()
         return True
 
     # --- called by the transport ---
@@ -137,7 +169,7 @@ class GatewaySocket(ServerConnection):
         if self._is_first:
             self._is_first = False
             if not b"GET ".startswith(data[:4]):
-                self._answer_foreign()
+                self._answer_foreign(has_body=not data.startswith(b"HEAD "))
         if self._is_foreign:
             return
         super().data_received(data)
@@ -146,10 +178,12 @@ class GatewaySocket(ServerConnection):
                 self._on_stall()
             self.abort()
 
-    def _answer_foreign(self) -> None:
+    def _answer_foreign(self, *, has_body: bool) -> None:
         """Answer a request with another method, which websockets drops without a word if it has a body."""
         self._is_foreign = True
-        self.transport.write(_FOREIGN_ANSWER)
+        if self._on_foreign is not None:
+            self._on_foreign()
+        self.transport.write(_FOREIGN_HEAD + (_FOREIGN_BODY if has_body else b""))
         self.loop.call_later(_FOREIGN_LINGER_S, self.transport.close)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -192,14 +226,14 @@ class GatewaySocket(ServerConnection):
 
     def _start_watching(self) -> None:
         if self._stall_timeout_s is not None and self._timer is None:
-            self._look(self.unsent_bytes, self.loop.time())
+            self._look(self._waiting_bytes, self.loop.time())
 
     def _look(self, least_bytes: int, progress_at_s: float) -> None:
-        """Compare the buffer with what it was; a buffer that shrinks is progress."""
+        """Compare the buffers with what they were; one that shrinks is progress."""
         assert self._stall_timeout_s is not None  # _start_watching checked
-        unsent_bytes, now_s = self.unsent_bytes, self.loop.time()
-        if unsent_bytes < least_bytes:
-            least_bytes, progress_at_s = unsent_bytes, now_s
+        waiting_bytes, now_s = self._waiting_bytes, self.loop.time()
+        if waiting_bytes < least_bytes:
+            least_bytes, progress_at_s = waiting_bytes, now_s
         if now_s - progress_at_s >= self._stall_timeout_s:
             self._timer = None
             if self._on_stall is not None:

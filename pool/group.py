@@ -189,9 +189,13 @@ class WorkerGroup:
         if request.state is RequestState.RUNNING and (due := request.window.take_due(request.num_tokens)):
             seat.worker.send(Credit(request.rid, due))
         has_room = seat.note_pause(request)
-        if has_room and (surplus := seat.one_paused_too_many) is not None:
-            self._loop.call_soon(self.cancel, surplus, "slow_consumer")
+        if has_room:
+            self._loop.call_soon(self._shed_paused, seat)  # not at once: credit may be on its way
         return has_room
+
+    def _shed_paused(self, seat: Seat) -> None:
+        for request in seat.paused_in_excess():
+            self.cancel(request, "slow_consumer")
 
     def _watch_credit(self, request: Request) -> None:
         """Let a request go, in the end, whose client allows no more tokens."""

@@ -132,8 +132,8 @@ class Request:
         self._was_recovered = False
         """Whether its first token came of another engine than its last."""
         self._has_deltas = False
-        self._was_scored = False
-        """Whether an engine has begun to thin its prompt."""
+        self._was_thinned = False
+        """Whether its tokens were made from a thinned prompt."""
         self._progress: Progress | None = None
         """The latest."""
         self._is_silent = False
@@ -229,6 +229,7 @@ class Request:
         self.num_tokens += event.n
         self.generated += event.tokens
         self._has_deltas = True
+        self._was_thinned = self._was_thinned or event.is_thinned
         self.record.note_tokens(event.n)
         if event.n:
             self.is_recovering = False
@@ -238,7 +239,6 @@ class Request:
     def _note_progress(self, event: Progress) -> Progress:
         if event.prompt_tokens is not None:
             self.prompt_tokens = event.prompt_tokens
-        self._was_scored = self._was_scored or event.phase == "score"
         if not self._was_recovered:
             self.cached_tokens = max(self.cached_tokens, event.cached)
         self._progress = replace(event, phase="recover") if self.is_recovering else event
@@ -279,7 +279,7 @@ class Request:
             queue_ms=(now_s - self.accepted_s) * 1000,
             max_tokens_is_default=self.frame.options.max_tokens is None,
             generated=list(self.generated),
-            stays_dense=bool(self.generated) and not self._was_scored,
+            stays_dense=bool(self.generated) and not self._was_thinned,
             credit=None if self.window is None else self.window.begin(self.num_tokens),
         )
 
@@ -295,8 +295,14 @@ class Request:
         decode_s, num_tokens = now_s - self.first_token_s, end.usage["completion_tokens"]
         # An engine that has not come to it yet doesn't know how long the prompt is.
         num_prompt = end.usage["prompt_tokens"] or self.prompt_tokens
+        specprefill = end.specprefill
+        if not end.usage["prompt_tokens"]:
+            num_new = num_prompt - self.cached_tokens
+            specprefill = {**specprefill, "prompt_tokens": num_prompt}
+            specprefill = {**specprefill, "uncached_tokens": num_new, "kept_tokens": num_new}
         return replace(
             end,
+            specprefill=specprefill,
             usage={
                 "prompt_tokens": num_prompt,
                 "cached_tokens": self.cached_tokens,

@@ -5,7 +5,7 @@ from collections import Counter
 from ..protocol.frames import RequestId
 from .prefix import PrefixIndex
 from .quarantine import may_join
-from .request import Request
+from .request import Request, RequestState
 from .router import WorkerLoad
 from .states import WorkerState
 from .supervisor import Supervisor
@@ -66,14 +66,21 @@ class Seat:
         self._paused.pop(request.rid, None)
         return False
 
-    @property
-    def one_paused_too_many(self) -> Request | None:
-        """Of the client with the most paused requests, the one paused longest; None: not too many are."""
-        if len(self._paused) <= self._max_paused:
-            return None
-        counts = Counter(request.client_key for request in self._paused.values())
-        client, _ = counts.most_common(1)[0]
-        return next(request for request in self._paused.values() if request.client_key == client)
+    def paused_in_excess(self) -> list[Request]:
+        """Return the paused requests beyond those that may be: one by one of whoever has the most of them.
+
+        The longest paused first; those that are being cancelled already are no more in the way.
+        """
+        running = [request for request in self._paused.values() if request.state is RequestState.RUNNING]
+        counts = Counter(request.client_key for request in running)
+        excess: list[Request] = []
+        while len(running) > self._max_paused:
+            client, _ = counts.most_common(1)[0]
+            surplus = next(request for request in running if request.client_key == client)
+            running.remove(surplus)
+            counts[client] -= 1
+            excess.append(surplus)
+        return excess
 
     def forget(self) -> None:
         """Note that the process has gone."""

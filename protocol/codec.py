@@ -7,7 +7,7 @@ formed.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -15,8 +15,11 @@ import orjson
 from .errors import ErrorCode, FrameError
 from .frames import ClientFrame, parse_client_frame, read_id
 
-MAX_DIAGNOSED_BYTES = 64 << 10
+MAX_DIAGNOSED_BYTES = 1 << 20
 """A broken frame longer than this is called invalid without a search for the field at fault."""
+
+MAX_DIAGNOSED_VALUES = 10_000
+"""So many of its values are looked at."""
 
 MAX_PATH_CHARS = 256
 """What an error says of where it is."""
@@ -44,41 +47,54 @@ def decode_client_frame(data: str | bytes) -> ClientFrame:
 
 def _diagnose(data: str | bytes) -> FrameError:
     """Return the error for a message that orjson could not read."""
-    invalid = FrameError(ErrorCode.INVALID_JSON, "not a valid JSON text in UTF-8")
+    message = "not a valid JSON text in UTF-8"
     if len(data) > MAX_DIAGNOSED_BYTES:
-        return invalid
+        return FrameError(ErrorCode.INVALID_JSON, message)
     try:
         value = json.loads(data)
-        culprit = _find_unusable(value, "")
     except (ValueError, RecursionError):
-        return invalid
+        return FrameError(ErrorCode.INVALID_JSON, message)
+    frame_id = read_id(value) if isinstance(value, dict) else None
+    culprit = _find_unusable(value)
     if culprit is None or not isinstance(value, dict):
-        return invalid
+        return FrameError(ErrorCode.INVALID_JSON, message, frame_id=frame_id)
     param, message = culprit
     return FrameError(
-        ErrorCode.INVALID_PARAM, f"{param}: {message}", param=param[:MAX_PATH_CHARS], frame_id=read_id(value)
+        ErrorCode.INVALID_PARAM, f"{param}: {message}", param=param[:MAX_PATH_CHARS], frame_id=frame_id
     )
 
 
-def _find_unusable(value: Any, path: str) -> tuple[str, str] | None:
+def _find_unusable(value: Any) -> tuple[str, str] | None:
     """Return the path of the first value that is no text or no number, and what is wrong with it."""
-    path = path[:MAX_PATH_CHARS]  # Every item below has a copy.
-    if isinstance(value, str):
-        return (path, "has a lone surrogate, which is not text") if _is_broken(value) else None
-    if isinstance(value, float):
-        return None if math.isfinite(value) else (path, "must be a finite number")
-    items: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        if any(_is_broken(name) for name in value):
+    levels: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]
+    for _ in range(MAX_DIAGNOSED_VALUES):
+        while levels and (found := next(levels[-1], None)) is None:
+            levels.pop()
+        if not levels or found is None:
+            return None
+        path, item = found
+        if isinstance(item, str) and _is_broken(item):
+            return path, "has a lone surrogate, which is not text"
+        if isinstance(item, float) and not math.isfinite(item):
+            return path, "must be a finite number"
+        if isinstance(item, dict) and any(map(_is_broken, item)):
             return path or "frame", "has a field whose name is not text"
-        items = [(f"{path}.{name}" if path else name, item) for name, item in value.items()]
-    elif isinstance(value, list):
-        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    for item_path, item in items:
-        if (found := _find_unusable(item, item_path)) is not None:
-            return found
+        levels.append(_children(path[:MAX_PATH_CHARS], item))
     return None
 
 
+def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield f"{path}.{name}" if path else name, item
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield f"{path}[{index}]", item
+
+
 def _is_broken(text: str) -> bool:
-    return any("\ud800" <= char <= "\udfff" for char in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

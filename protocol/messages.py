@@ -56,6 +56,8 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """The ids of the `n` tokens: what another engine needs to go on. Never sent to a client."""
+    is_thinned: bool = False
+    """Whether the prompt was thinned for them: it must be so for those that follow. Never sent either."""
 
     def merge(self, later: "Delta") -> None:
         """Take a later delta of the same request into this one, which belongs to the caller alone."""
@@ -65,6 +67,7 @@ class Delta:
         self.tool_calls += later.tool_calls
         self.logprobs += later.logprobs
         self.tokens += later.tokens
+        self.is_thinned = self.is_thinned or later.is_thinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,9 @@ _PLAIN = "+"
 
 
 def _pack(event: Event) -> list[Any]:
-    if isinstance(event, Delta) and not (event.reasoning or event.tool_calls or event.logprobs):
+    if isinstance(event, Delta) and not (
+        event.reasoning or event.tool_calls or event.logprobs or event.is_thinned
+    ):
         return [_PLAIN, event.rid, event.text, event.n, event.tokens]
     return [event.TAG, event]
 

@@ -26,13 +26,13 @@ class _LastFrame:
 
 @dataclass(frozen=True, slots=True)
 class _Replayed:
-    """A frame that a stream has sent before: its bytes are the ring's."""
+    """A frame that a stream has sent before. Its bytes are mostly the ring's: only a part of them counts."""
 
     data: bytes
 
-
-REPLAYED_BYTES = 64
-"""What a place for such a frame costs."""
+    @property
+    def num_bytes(self) -> int:
+        return 64 + len(self.data) // 16
 
 
 class Outgoing:
@@ -60,8 +60,9 @@ class Outgoing:
 
     def send_replayed(self, frames: list[bytes]) -> None:
         """Add frames of a stream that is resumed."""
-        self._items.extend(map(_Replayed, frames))
-        self._ready_bytes += REPLAYED_BYTES * len(frames)
+        replayed = [_Replayed(data) for data in frames]
+        self._items.extend(replayed)
+        self._ready_bytes += sum(frame.num_bytes for frame in replayed)
 
     def send_tokens(self, stream: Stream) -> None:
         """Add a place for all tokens of a stream that wait when its turn comes."""
@@ -89,7 +90,7 @@ class Outgoing:
                     self._ready_bytes -= len(item)
                     return item
                 case _Replayed():
-                    self._ready_bytes -= REPLAYED_BYTES
+                    self._ready_bytes -= item.num_bytes
                     return item.data
                 case _LastFrame():
                     self._ready_bytes -= item.num_bytes

@@ -22,7 +22,7 @@ class ResumeReason(StrEnum):
     UNKNOWN_TOKEN = "unknown_token"
     """This server has never given it out, or not for this id."""
     EXPIRED = "expired"
-    """The stream has ended too long ago; what it sent is forgotten."""
+    """There is none any more, or the token is wrong: what has long ended is forgotten, its token too."""
     WRONG_CREDENTIAL = "wrong_credential"
     """The stream belongs to another access token."""
     GAP = "gap"
@@ -34,7 +34,10 @@ class ResumeReason(StrEnum):
 _MESSAGES: Mapping[ResumeReason, tuple[str, str]] = MappingProxyType(
     {
         ResumeReason.UNKNOWN_TOKEN: ("token", "this server knows no stream with this id and token"),
-        ResumeReason.EXPIRED: ("token", "the stream has ended, and its frames are not kept any more"),
+        ResumeReason.EXPIRED: (
+            "token",
+            "there is no such stream any more: it is forgotten some time after its end",
+        ),
         ResumeReason.WRONG_CREDENTIAL: ("token", "the stream was started with another access token"),
         ResumeReason.GAP: ("after_seq", "frames after this one are not kept any more"),
         ResumeReason.AHEAD: ("after_seq", "no frame with this seq has been sent"),

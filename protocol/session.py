@@ -59,7 +59,7 @@ class SessionLimits:
     max_in_flight: int
     """Requests that may run at a time."""
     max_bad_frames: int
-    """Refused frames in a row after which the connection is closed with 4400."""
+    """Bad frames in a row after which the connection is closed with 4400: broken ones, and ids in use."""
 
 
 class Session:

@@ -153,7 +153,7 @@ class Stream:
         """About how many bytes `done` has beside its numbers: a whole answer, and a prompt's text."""
         runs = () if self._end is None else self._end.specprefill.get("prompt_runs", ())
         whole = 0 if self.options.stream else self._pending_bytes
-        return whole + sum(len(run["text"]) + _RUN_BYTES for run in runs)
+        return whole + sum(_text_bytes(run["text"]) + _RUN_BYTES for run in runs)
 
     @property
     def has_progress(self) -> bool:

@@ -16,6 +16,7 @@ from headrace.engine.loading.loader import LoadedModel
 from headrace.engine.mlx_engine import MlxEngine
 from headrace.engine.prompt import PromptBuilder
 from headrace.engine.specprefill.policy import SpecPrefill
+from headrace.engine.specprefill.sparse_prefill import SparsePrefill
 from headrace.engine.tokenizing import SHORT_LENGTH
 from headrace.protocol.frames import RequestId
 from headrace.protocol.messages import Delta, End, Progress, Submit
@@ -801,6 +802,30 @@ def test_a_dense_stream_stays_dense(new_engine, how):
     last = next(e for e in events if isinstance(e, End))
     assert (last.specprefill["applied"], last.specprefill["reason"]) == (False, "below_threshold")
     assert last.specprefill["prompt_tokens"] == len(LONG)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_deltas_say_whether_the_prompt_was_thinned(new_engine, monkeypatch, fails):
+    """That it was to be thinned is not enough: scoring may fail."""
+    if fails:
+        monkeypatch.setattr(SparsePrefill, "step", lambda *_: 1 / 0)
+    engine = new_engine()
+    submit(engine, "a", LONG, max_tokens=3, **SPARSE)
+    events = run(engine)
+    assert {e.is_thinned for e in events if isinstance(e, Delta)} == {not fails}
+    assert end(events, "a").specprefill["applied"] == (not fails)
+
+
+def test_no_room_for_a_thread_is_no_fault(new_engine, monkeypatch):
+    """The text is tokenized when its turn comes."""
+
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    engine = new_engine()
+    submit(engine, "a", "x" * (SHORT_LENGTH + 1))
+    assert end(run(engine), "a").error["code"] == "context_too_long"
 
 
 def test_what_was_kept_is_told_of_the_prompt_alone(new_engine):

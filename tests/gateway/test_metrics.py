@@ -104,18 +104,23 @@ async def test_engines_are_seen_at_the_scrape(gateway: Gateway) -> None:
 async def test_refused_http_requests_are_counted(pool: Pool) -> None:
     """By the code of the answer; nothing that a client sends becomes a label."""
     async with running_gateway(pool) as gateway:
-        for path, headers in (("/nothing", {}), ("/healthz", {"Host": "evil.example"})):
+        for method, path, headers in (
+            ("GET", "/nothing", {}),
+            ("GET", "/healthz", {"Host": "evil.example"}),
+            ("HEAD", "/healthz", {}),
+        ):
             connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=10)
 
-            def ask(connection=connection, path=path, headers=headers) -> None:
-                connection.request("GET", path, headers=headers)
+            def ask(connection=connection, method=method, path=path, headers=headers) -> None:
+                connection.request(method, path, headers=headers)
                 connection.getresponse().read()
 
             await asyncio.to_thread(ask)
         now = await scrape(gateway)
     assert now.value("headrace_refused_total", code="not_found") == 1
     assert now.value("headrace_refused_total", code="forbidden_host") == 1
-    assert now.value("headrace_refused_total") == 2
+    assert now.value("headrace_refused_total", code="method_not_allowed") == 1
+    assert now.value("headrace_refused_total") == 3
 
 
 async def test_two_gateways_count_for_themselves(pool: Pool) -> None:

@@ -145,6 +145,24 @@ async def test_any_sign_of_life_keeps_a_connection(pool: Pool, is_busy: bool) ->
     gateway.abort()
 
 
+async def test_a_slow_reader_that_goes_on_reading_is_kept(pool: Pool) -> None:
+    """Neither the stall rule nor the heartbeat ends a connection whose peer takes a little now and then."""
+    deadlines = replace(DeadlinesConfig(), ping_interval_s=0.1, ping_timeout_s=1.2, stall_timeout_s=1.2)
+    limits = LimitsConfig(socket_send_buffer_bytes=256 << 10, max_buffered_bytes=1 << 30)
+    gateway = make_gateway(pool, deadlines=deadlines, limits=limits)
+    await gateway.start()
+    raw = await asyncio.to_thread(open_raw_flood, gateway.port)
+    raw.setblocking(False)
+    await wait_until(lambda: pool.statistics().in_flight == NUM_FLOODS)
+    loop = asyncio.get_running_loop()
+    for _ in range(70):
+        assert await loop.sock_recv(raw, 2000)
+        await asyncio.sleep(0.05)
+    assert gateway.num_connections == 1
+    raw.close()
+    gateway.abort()
+
+
 async def test_a_peer_that_does_not_close_is_dropped(pool: Pool) -> None:
     """After a frame too large the peer ignores the close frame: its request ends, then the connection."""
     deadlines = replace(DeadlinesConfig(), close_timeout_s=0.2)

@@ -189,7 +189,8 @@ async def test_stopping_waits_for_no_stuck_engine() -> None:
         assert time.monotonic() - started_s < DEADLINES.drain_timeout_s + 1
 
 
-async def test_what_has_ended_reaches_a_client_that_reads_later() -> None:
+@pytest.mark.parametrize("num_requests", [1, 2, 20])
+async def test_what_has_ended_reaches_a_client_that_reads_later(num_requests: int) -> None:
     """All requests have ended, and there is time to drain: a pause of the client loses no `done`."""
     async with Pool(scripted_pool_config(fast=0.0)) as pool:
         await pool.wait_ready(20)
@@ -200,13 +201,13 @@ async def test_what_has_ended_reaches_a_client_that_reads_later() -> None:
         )
         await gateway.start()
         async with Client(gateway.url, max_queue=1) as client:
-            for number in range(20):
+            for number in range(num_requests):
                 await client.complete(str(number), max_tokens=10_000)
-            await wait_until(lambda: pool.statistics().started_total == 20)
+            await wait_until(lambda: pool.statistics().started_total == num_requests)
             await wait_until(lambda: pool.statistics().in_flight == 0)
             stopping = asyncio.create_task(gateway.stop())
             await asyncio.sleep(0.8)
-            for number in range(20):
+            for number in range(num_requests):
                 assert (await client.done(str(number)))["status"] == "completed"
             with pytest.raises(ConnectionClosed):
                 await client.receive_type("nothing more")

@@ -439,6 +439,28 @@ async def test_paused_streams_in_excess_are_let_go():
         assert not honest.ends
 
 
+async def test_as_many_as_are_in_excess_are_let_go_when_all_pause_at_once():
+    """And none that has been given credit meanwhile."""
+    spec = model(scripted_token_delay_ms=20, max_batch_size=8)
+    async with Pool(make_config(spec, max_in_flight=8, max_paused=2)) as pool:
+        await all_ready(pool)
+        many = [Recorder() for _ in range(8)]
+        rids = [
+            pool.start(frame(f"p{number}", window=3, max_tokens=LONG), recorder, client="greedy").rid
+            for number, recorder in enumerate(many)
+        ]
+        pool.credit(rids[0], LONG)
+        await asyncio.gather(*(recorder.tokens(3) for recorder in many))
+        await eventually(lambda: sum(bool(recorder.ends) for recorder in many) == 5)
+        await asyncio.sleep(100 * MS)
+        assert sum(bool(recorder.ends) for recorder in many) == 5
+        assert not many[0].ends
+        others = [Recorder() for _ in range(7)]
+        for number, recorder in enumerate(others):
+            pool.start(frame(f"o{number}", max_tokens=LONG), recorder, client=f"o{number}")
+        await asyncio.gather(*(recorder.tokens(1) for recorder in others))
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_who_gets_no_credit_is_let_go_in_the_end(is_lost: bool):
     """Paused in its engine or parked without one; credit starts the time anew."""

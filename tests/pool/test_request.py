@@ -5,7 +5,7 @@ from pool_helpers import Recorder, chat_frame, frame
 
 from headrace.pool.request import TRANSITIONS, Request, RequestEvent, RequestState, engine_died
 from headrace.protocol.errors import IllegalTransition
-from headrace.protocol.frames import Phase, RequestFrame, RequestId
+from headrace.protocol.frames import RequestFrame, RequestId
 from headrace.protocol.messages import CancelReason, Delta, Progress
 from headrace.protocol.options import CompletionInput
 from headrace.protocol.stream import end_without_engine
@@ -132,17 +132,19 @@ def test_an_engine_that_did_not_come_to_it_knows_less_than_the_pool():
         "total_tokens": 101,
     }
     assert settled.timings["tokens_per_s"] is None
+    report = settled.specprefill
+    assert (report["prompt_tokens"], report["uncached_tokens"], report["kept_tokens"]) == (100, 70, 70)
 
 
-@pytest.mark.parametrize("phase", ["score", "prefill"])
-def test_another_engine_is_told_how_the_prompt_was_read(phase: Phase):
-    """A prompt that was read densely must not be thinned with half of its answer there."""
+@pytest.mark.parametrize("is_thinned", [True, False])
+def test_another_engine_is_told_how_the_prompt_was_read(is_thinned: bool):
+    """A prompt that was read densely, if only in the end, must not be thinned with half of its answer."""
     request = make_request()
     request.apply(RequestEvent.DISPATCH)
-    request.deliver(Progress(request.rid, phase, 0, 100, 0, prompt_tokens=100))
+    request.deliver(Progress(request.rid, "score", 0, 100, 0, prompt_tokens=100))
     assert not request.submit_message(6.0).stays_dense, "no tokens yet: the next one decides anew"
-    request.deliver(Delta(request.rid, "a", 1, tokens=[7]), 7.0)
-    assert request.submit_message(8.0).stays_dense == (phase == "prefill")
+    request.deliver(Delta(request.rid, "a", 1, tokens=[7], is_thinned=is_thinned), 7.0)
+    assert request.submit_message(8.0).stays_dense == (not is_thinned)
 
 
 def test_an_engine_that_dies_before_the_first_token_leaves_no_trace():

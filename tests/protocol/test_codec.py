@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.protocol.codec import MAX_DIAGNOSED_BYTES, decode_client_frame, encode
+from headrace.protocol.codec import MAX_DIAGNOSED_BYTES, MAX_DIAGNOSED_VALUES, decode_client_frame, encode
 from headrace.protocol.errors import ErrorCode, FrameError
 from headrace.protocol.frames import CancelFrame, ModelsFrame, PingFrame, RequestFrame
 
@@ -99,6 +99,18 @@ def test_a_huge_broken_frame_is_not_searched() -> None:
     with pytest.raises(FrameError) as caught:
         decode_client_frame(data)
     assert caught.value.code is ErrorCode.INVALID_JSON
+
+
+def test_the_search_ends_after_so_many_values() -> None:
+    """However many there are; the frame's id is told all the same."""
+    data = '{"type":"completion","id":"a","prompt":[%s NaN]}' % ("[0]," * MAX_DIAGNOSED_VALUES)
+    with pytest.raises(FrameError) as caught:
+        decode_client_frame(data)
+    assert (caught.value.code, caught.value.param, caught.value.frame_id) == (
+        ErrorCode.INVALID_JSON,
+        None,
+        "a",
+    )
 
 
 def test_the_search_for_the_field_at_fault_costs_no_more_than_the_frame() -> None:

@@ -297,6 +297,31 @@ def test_buffered_bytes_count_frames_and_text() -> None:
     assert peer.session.buffered_bytes == 0
 
 
+def test_tokens_count_once_also_when_their_stream_has_ended() -> None:
+    """Its end adds a place for what is left; what is left is there once."""
+    peer = Peer()
+    rid = peer.start("a")
+    peer.session.deliver(Delta(rid, "x" * 1000, 1))
+    before = peer.session.buffered_bytes
+    peer.end(rid)
+    assert peer.session.buffered_bytes < before + 1000
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_stream_that_goes_on_elsewhere_takes_its_bytes_along(is_stream: bool) -> None:
+    """Its whole answer or its tokens, and its last frame."""
+    peer = Peer()
+    rid = peer.start("a", stream=is_stream)
+    stream = peer.session._streams[rid]
+    peer.read()
+    peer.session.deliver(Delta(rid, "x" * 1000, 1))
+    peer.end(rid)
+    assert peer.session.buffered_bytes >= 1000
+    peer.session.release(stream)
+    peer.read()
+    assert peer.session.buffered_bytes == 0
+
+
 def test_buffered_bytes_are_counted_quickly_however_many_frames_wait() -> None:
     """They are asked for again and again while a client doesn't read: its frames must not be looked at."""
     peer = Peer()
