@@ -46,7 +46,7 @@ def system_unsent_bytes(socket: TransportSocket | None) -> int:
         if sys.platform == "darwin":
             return socket.getsockopt(SOL_SOCKET, _SO_NWRITE)
         left = fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4))
-    except OSError:
+    except (OSError, ValueError):  # closed meanwhile, or of a kind that cannot say
         return 0
     return int.from_bytes(left, sys.byteorder)
 
