@@ -147,7 +147,13 @@ def server(*flags: str) -> Iterator[tuple[str, int]]:
 
 
 def compare(quiet: dict[str, Any], disturbed: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of the result."""
+    """Return a line of the result; show where texts part."""
+    for number, (text, other) in enumerate(zip(quiet["texts"], disturbed["texts"], strict=True)):
+        if text != other:
+            same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), 0)
+            print(f"stream {number} parts at character {same} of {len(text)}:", repr(text[same - 40 : same]))
+            print("  undisturbed:", repr(text[same : same + 60]))
+            print("  disturbed:  ", repr(other[same : same + 60]))
     same = sum(a == b for a, b in zip(quiet["texts"], disturbed["texts"], strict=True))
     pauses_s = sorted(disturbed["pauses_s"])
     return {

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from ..protocol.delta_buffer import DeltaBuffer
 from ..protocol.messages import CancelReason, Delta, End, Event, Progress
 from .request import Sink, Ticket
 
@@ -25,7 +26,7 @@ class PoolStream:
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()
         self._progress: Progress | None = None
-        self._delta: Delta | None = None
+        self._deltas = DeltaBuffer()
         self._end: End | None = None
         self._is_over = False
         self._waiter: asyncio.Future[None] | None = None
@@ -39,7 +40,8 @@ class PoolStream:
         """Cancel the request if it has not ended, and drop what is left of its events."""
         if not self._is_over:
             self._is_over = True
-            self._progress = self._delta = self._end = None
+            self._progress = self._end = None
+            self._deltas = DeltaBuffer()
             self.cancel()
             self._wake()
 
@@ -71,8 +73,7 @@ class PoolStream:
         if self._progress is not None:
             progress, self._progress = self._progress, None
             return progress
-        if self._delta is not None:
-            delta, self._delta = self._delta, None
+        if (delta := self._deltas.take()) is not None:
             return delta
         if self._end is not None:
             end, self._end = self._end, None
@@ -86,10 +87,8 @@ class PoolStream:
         match event:
             case Progress():
                 self._progress = event
-            case Delta() if self._delta is not None:
-                self._delta.merge(event)
             case Delta():
-                self._delta = event
+                self._deltas.add(event)
             case End():
                 self._end = event
         self._wake()

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any, assert_never
 
+from .delta_buffer import DeltaBuffer
 from .errors import ErrorBody, ErrorCode, HeadraceError, IllegalTransition
 from .frames import (
     AcceptedFrame,
@@ -103,7 +104,7 @@ class Stream:
         self._state = StreamState.WAITING
         self._end: End | None = None
         self._seq = 0
-        self._pending: Delta | None = None
+        self._pending = DeltaBuffer()
         self._pending_bytes = 0
         self._pending_progress: Progress | None = None
 
@@ -135,11 +136,9 @@ class Stream:
         self._apply(StreamEvent.DELTA)
         self.num_tokens += event.n
         self._pending_bytes += _size_bytes(event)
-        if self._pending is None:
-            self._pending = event
-            return self.options.stream
-        self._pending.merge(event)
-        return False
+        is_first = not self._pending
+        self._pending.add(event)
+        return is_first and self.options.stream
 
     # --- frames out ---
 
@@ -163,7 +162,7 @@ class Stream:
     @property
     def has_tokens(self) -> bool:
         """Whether `take_delta` would return anything."""
-        return self._pending is not None
+        return bool(self._pending)
 
     @property
     def owes_last_frame(self) -> bool:
@@ -203,7 +202,7 @@ class Stream:
 
     def take_delta(self) -> DeltaFrame | None:
         """Return all tokens that wait as one frame with the next sequence number, or None."""
-        delta, self._pending, self._pending_bytes = self._pending, None, 0
+        delta, self._pending_bytes = self._pending.take(), 0
         if delta is None:
             return None
         frame: DeltaFrame = {
@@ -248,8 +247,7 @@ class Stream:
             "specprefill": event.specprefill,
         }
         if not self.options.stream:
-            whole = self._pending or Delta(self.rid, "", 0)
-            self._pending, self._pending_bytes = None, 0
+            whole, self._pending_bytes = self._pending.take() or Delta(self.rid, "", 0), 0
             if self.is_chat:
                 frame["message"] = _message(whole)
             else:
