@@ -50,7 +50,8 @@ def happen(stream: Stream, event: StreamEvent) -> None:
 
 def snapshot(stream: Stream) -> dict[str, Any]:
     """Return all that a stream remembers."""
-    return copy.deepcopy(vars(stream))
+    memory = copy.deepcopy(vars(stream))
+    return memory | {"_pending": memory["_pending"].take()}
 
 
 @given(st.lists(st.sampled_from(StreamEvent), max_size=12), st.booleans())
