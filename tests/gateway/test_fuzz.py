@@ -87,7 +87,7 @@ async def _bombard(client: Client, seed: int, count: int, kinds: dict[str, int])
 
 async def test_a_live_connection_keeps_its_rules(pool: Pool) -> None:
     """Every answer is a frame of the page, every stream is gapless and has its end; others go on."""
-    gateway = make_gateway(pool, limits=LimitsConfig(max_bad_frames=1 << 60))
+    gateway = make_gateway(pool, limits=LimitsConfig(max_bad_frames=1 << 60, max_buffered_bytes=1 << 30))
     await gateway.start()
     kinds: dict[str, int] = {}
     async with Client(gateway.url) as honest:
