@@ -129,6 +129,8 @@ def test_a_signal_drains_and_cancels(server: Server, number: signal.Signals) -> 
     assert server.process.wait(DEADLINE_S) == 0
     assert time.monotonic() - started_s < 0.5 + 2, "the promise is 1 s; a busy machine gets 2"
     assert server.lines.get(timeout=DEADLINE_S) == "", "stdout has one line and no more"
+    assert server.process.stderr is not None
+    assert "stopping: 50 requests may end within 0.5 s" in server.process.stderr.read()
     assert_all_gone(children)
 
 

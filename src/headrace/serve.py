@@ -69,6 +69,15 @@ async def _serve(settings: ServeSettings, environment: Mapping[str, str]) -> Non
                 if is_loaded:
                     _announce(gateway, pool)
                     await stop.wait()
+                    _say_stopping(pool.statistics().in_flight, settings.drain_timeout)
+
+
+def _say_stopping(num_running: int, drain_timeout_s: float) -> None:
+    if num_running:
+        noun = "request" if num_running == 1 else "requests"
+        _say(
+            f"stopping: {num_running} {noun} may end within {drain_timeout_s:g} s; a second signal means now"
+        )
 
 
 async def _listen(gateway: Gateway, settings: ServeSettings) -> None:
