@@ -1,6 +1,6 @@
 """Streams of the default model whose engine is taken from them: which texts change, how long they pause.
 
-    python benchmarks/recovery.py                  # all ways, about 5 minutes on 2 cores
+    python benchmarks/recovery.py                  # all ways, about 4 minutes on 2 cores
     python benchmarks/recovery.py --ways kill stop --json recovery.json
 
 Half of the streams are greedy, half are seeded at temperature 0.8. They run once undisturbed, then once for
@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ async def run(url: str, gateway_pid: int, way: str, num_streams: int, max_tokens
             await disturb(way, gateway_pid)
         while not all(task.done() for task in tasks):
             pids = engine_pids(gateway_pid)
-            peak_bytes = max([peak_bytes, *map(resident_bytes, pids)])
+            peak_bytes = max(peak_bytes, resident_bytes(pids))
             engines.update(pids)
             await asyncio.sleep(0.2)
     return {
@@ -139,11 +139,9 @@ async def run(url: str, gateway_pid: int, way: str, num_streams: int, max_tokens
     }
 
 
-@contextlib.contextmanager
-def server(*flags: str) -> Iterator[tuple[str, int]]:
-    """Run a server that notices a hang soon."""
-    with headrace_process("--hang-timeout", str(HANG_TIMEOUT_S), *flags) as (url, pid):
-        yield url, pid
+def server(*flags: str) -> AbstractContextManager[tuple[str, int]]:
+    """Return a server that notices a hang soon, to be run."""
+    return headrace_process("--hang-timeout", str(HANG_TIMEOUT_S), *flags)
 
 
 def compare(quiet: dict[str, Any], disturbed: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +176,7 @@ def main() -> None:
 
     results: dict[str, Any] = {}
     with server() as (url, pid):
-        empty_bytes = resident_bytes(engine_pids(pid)[0])
+        empty_bytes = resident_bytes(engine_pids(pid))
         quiet = asyncio.run(run(url, pid, "none", args.streams, args.max_tokens))
         results["undisturbed"] = compare(quiet, quiet)
         print("undisturbed:", results["undisturbed"], flush=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,9 +109,9 @@ def engine_pids(gateway_pid: int) -> list[int]:
     ]
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0: there is none."""
-    return next((rss << 10 for number, _, rss, _ in _processes() if number == pid), 0)
+def resident_bytes(pids: Sequence[int]) -> int:
+    """Return the resident memory of processes together; those that are gone have none."""
+    return sum(rss << 10 for pid, _, rss, _ in _processes() if pid in pids)
 
 
 def cpu_s(pid: int) -> float:
@@ -186,5 +186,5 @@ class CountingServer:
     def memory_mib(self) -> dict[str, float]:
         """Return the resident memory of the gateway's process and of its engine processes, in MiB."""
         own = self.process.pid
-        engines = sum(resident_bytes(pid) for pid in engine_pids(own))
-        return {"gateway": round(resident_bytes(own) / 2**20, 1), "engines": round(engines / 2**20, 1)}
+        gateway, engines = resident_bytes([own]), resident_bytes(engine_pids(own))
+        return {"gateway": round(gateway / 2**20, 1), "engines": round(engines / 2**20, 1)}

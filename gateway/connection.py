@@ -71,9 +71,7 @@ class Connection:
         self._resumables = resumables
         self._metrics = metrics
         self._deadlines = config.deadlines
-        limits = config.limits
-        self._max_buffered_bytes = limits.max_buffered_bytes
-        self._send_buffer_bytes = limits.socket_send_buffer_bytes
+        self._limits = limits = config.limits
         self._session = Session(
             hello,
             SessionLimits(limits.max_in_flight_per_connection, limits.max_bad_frames),
@@ -102,12 +100,12 @@ class Connection:
         """Serve until the WebSocket is closed, by whoever."""
         self._socket.watch(
             stall_timeout_s=self._deadlines.stall_timeout_s,
-            max_unsent_bytes=self._max_buffered_bytes,
+            max_unsent_bytes=self._limits.max_buffered_bytes,
             on_stall=self._note_stall,
             on_writable=self._outbox.wake,
         )
-        if self._send_buffer_bytes is not None:
-            self._socket.limit_send_buffer(self._send_buffer_bytes)
+        if self._limits.socket_send_buffer_bytes is not None:
+            self._socket.limit_send_buffer(self._limits.socket_send_buffer_bytes)
         self._outbox.wake()
         try:
             while True:

@@ -141,9 +141,7 @@ class Gateway:
         )
 
     def _make_socket(self, *args: Any, **options: Any) -> GatewaySocket:
-        return GatewaySocket(*args, **options).enter(
-            self._doors, lambda: self._metrics.count_refused("method_not_allowed")
-        )
+        return GatewaySocket(*args, **options).enter(self._doors, self._answer_foreign)
 
     @property
     def port(self) -> int:
@@ -255,6 +253,11 @@ class Gateway:
             )
         models, metrics = self._pool.list_models(), self._metrics.text
         return page.render(Facts(self._pool.ready, self._is_draining, models, metrics))
+
+    def _answer_foreign(self) -> Response:
+        """Return the response to a request with another method than GET."""
+        message = f"only GET is served here: this server speaks WebSocket at {STREAM_PATH}"
+        return self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, Allow="GET")
 
     def _refuse(self, status: HTTPStatus, code: str, message: str, **headers: str) -> Response:
         self._metrics.count_refused(code)

@@ -19,6 +19,7 @@ from socket import SO_SNDBUF, SOL_SOCKET
 
 from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode
+from websockets.http11 import Response
 from websockets.protocol import State
 
 from .doors import Doors, Verdict
@@ -28,14 +29,6 @@ _SO_NWRITE = 0x1024
 """Of macOS (sys/socket.h); Python has no name for it."""
 _FOREIGN_LINGER_S = 1.0
 """How long the rest of a request is read that is no WebSocket's: else its sender never sees the answer."""
-_FOREIGN_BODY = (
-    b'{"error":{"code":"method_not_allowed","message":"only GET is served here: '
-    b'this server speaks WebSocket at /v1/stream"}}'
-)
-_FOREIGN_HEAD = (
-    b"HTTP/1.1 405 Method Not Allowed\r\nAllow: GET\r\nConnection: close\r\n"
-    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-) % len(_FOREIGN_BODY)
 
 
 def system_unsent_bytes(socket: TransportSocket | None) -> int:
@@ -64,21 +57,21 @@ class GatewaySocket(ServerConnection):
     _is_first = True
     _is_foreign = False
     _doors: Doors | None = None
-    _on_foreign: Callable[[], None] | None = None
+    _answer_foreign: Callable[[], Response] | None = None
     _is_counted = False
     address: str | None = None
     """The client's address; None on a Unix socket."""
     is_refused = False
     """Whether too many connections were open when this one was made."""
 
-    def enter(self, doors: Doors, on_foreign: Callable[[], None]) -> "GatewaySocket":
-        """Tell who counts the connection once it is made, and whom to tell that it is no WebSocket's.
+    def enter(self, doors: Doors, answer_foreign: Callable[[], Response]) -> "GatewaySocket":
+        """Tell who counts the connection once it is made, and who answers a request that is no WebSocket's.
 
         Returns:
             Itself.
         """
         self._doors = doors
-        self._on_foreign = on_foreign
+        self._answer_foreign = answer_foreign
         return self
 
     def watch(
@@ -168,8 +161,9 @@ class GatewaySocket(ServerConnection):
         self._alive_at_s = self.loop.time()
         if self._is_first:
             self._is_first = False
-            if not b"GET ".startswith(data[:4]):
-                self._answer_foreign(has_body=not data.startswith(b"HEAD "))
+            self._is_foreign = not b"GET ".startswith(data[:4])
+            if self._is_foreign and self._answer_foreign is not None:
+                self._send_foreign(self._answer_foreign(), is_head=data.startswith(b"HEAD "))
         if self._is_foreign:
             return
         super().data_received(data)
@@ -178,12 +172,10 @@ class GatewaySocket(ServerConnection):
                 self._on_stall()
             self.abort()
 
-    def _answer_foreign(self, *, has_body: bool) -> None:
+    def _send_foreign(self, response: Response, *, is_head: bool) -> None:
         """Answer a request with another method, which websockets drops without a word if it has a body."""
-        self._is_foreign = True
-        if self._on_foreign is not None:
-            self._on_foreign()
-        self.transport.write(_FOREIGN_HEAD + (_FOREIGN_BODY if has_body else b""))
+        data = response.serialize()
+        self.transport.write(data.removesuffix(response.body) if is_head else data)
         self.loop.call_later(_FOREIGN_LINGER_S, self.transport.close)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -298,8 +298,12 @@ class Request:
         specprefill = end.specprefill
         if not end.usage["prompt_tokens"]:
             num_new = num_prompt - self.cached_tokens
-            specprefill = {**specprefill, "prompt_tokens": num_prompt}
-            specprefill = {**specprefill, "uncached_tokens": num_new, "kept_tokens": num_new}
+            specprefill = {
+                **specprefill,
+                "prompt_tokens": num_prompt,
+                "uncached_tokens": num_new,
+                "kept_tokens": num_new,
+            }
         return replace(
             end,
             specprefill=specprefill,

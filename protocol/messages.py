@@ -234,17 +234,15 @@ _PLAIN = "+"
 
 
 def _pack(event: Event) -> list[Any]:
-    if isinstance(event, Delta) and not (
-        event.reasoning or event.tool_calls or event.logprobs or event.is_thinned
-    ):
-        return [_PLAIN, event.rid, event.text, event.n, event.tokens]
+    if isinstance(event, Delta) and not (event.reasoning or event.tool_calls or event.logprobs):
+        return [_PLAIN, event.rid, event.text, event.n, event.tokens, event.is_thinned]
     return [event.TAG, event]
 
 
 def _unpack(packed: list[Any]) -> Event:
     if packed[0] == _PLAIN:
-        _, rid, text, n, tokens = packed
-        return Delta(rid, text, n, "", [], [], tokens)
+        _, rid, text, n, tokens, is_thinned = packed
+        return Delta(rid, text, n, "", [], [], tokens, is_thinned)
     event: Event = _EVENTS[packed[0]](**packed[1])
     return event
 
